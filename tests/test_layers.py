@@ -31,8 +31,8 @@ FOLDERS = {
     "core": "private sizes device ranks rows step search",
     "planner": "private workers gpu_names speed memory trace traced_run steps_by_choice",
     "recipe": "private shadowing versions signals install upstream decoders tiny tiny_vision settings "
-    "registry components rewards data setup rollout checkpoints kinds train tracing plan search "
-    "origin record training run rollout_run adaptive_recipe launch stable",
+    "registry components rewards data setup rollout checkpoints kinds train proofreading tracing plan "
+    "search origin record training run rollout_run adaptive_recipe launch stable",
 }
 """The folders and modules of a package, from the lowest: each may import those before it."""
 OWN_WHEEL = ("core", "planner", "library", "integrations", "cli")

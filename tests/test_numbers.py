@@ -18,7 +18,12 @@ from torchtune_adaptive.planner.speed.speed import COMPILED_BAND, EAGER_BAND, QU
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), RESULTS / "README.md"]
+# What fits is made of its results: tests/cli/test_what_fits.py.
+PAGES = [
+    ROOT / "README.md",
+    *sorted({*ROOT.glob("docs/*.md")} - {ROOT / "docs" / "what-fits.md"}),
+    RESULTS / "README.md",
+]
 MEASURED = re.compile(r"\d[\d.,]*(?: ?%| times(?! `))")
 
 # What looks like a measurement and is none, as it stands in the pages.
@@ -30,6 +35,7 @@ NOT_MEASURED = (
     r"125 % 62 = 1",  # a remainder
     r"`max_generated_tokens` - 1 times the token",
     r"train\[95%:\]",
+    r"`peak 20\.5 GiB \(\+-3%\) of 21\.9 GiB`",  # an example of what is printed
     # Of other people's papers, with their numbers beside them.
     r"43 % fewer steps",
     r"6\.25\S faster on 4 P100, accuracy within 1 %",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,18 +24,24 @@ QUICK = (
     ["plan", "--help"],
     ["plan", "--list-gpus"],
     ["plan", "tiny/ful"],
+    ["validate", "tiny/ful"],
+    ["run", "adaptive_ful_finetune", "--config", "tiny/full"],
+    ["run", "--nproc_per_node", "2", "adaptive_full_finetune_distributed", "--config", "tiny/ful"],
+    ["find", "adaptive_full_finetune_distributed", "--config", "tiny/ful"],
 )
 
 
 def test_quick_commands_do_not_import_torch() -> None:
-    """Neither do plans whose traces are remembered, in this process: it only asks others."""
+    """Nor do what names no recipe or no config, and plans whose traces are remembered, in this process: it
+    only asks others."""
     program = (
         "import sys\n"
         "from torchtune_adaptive.cli.command_line import _run\n"
+        "from torchtune_adaptive.common import AdaptiveBatchingError\n"
         f"for command in {QUICK!r}:\n"
         "    try:\n"
         "        _run(['tune-adaptive', *command])\n"
-        "    except SystemExit:\n"
+        "    except (SystemExit, AdaptiveBatchingError):\n"
         "        pass\n"
         "    imported = {'torch', 'torchtune'} & sys.modules.keys()\n"
         "    assert not imported, (command, imported)\n"
@@ -45,6 +53,26 @@ def test_the_version_also_as_a_module() -> None:
     command = [sys.executable, "-m", "torchtune_adaptive", "--version"]
     done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
     assert done.stdout == f"tune-adaptive {__version__}\n"
+
+
+def test_who_has_read_enough_gets_no_traceback() -> None:
+    """As ``tune-adaptive ls | head -1`` does, once head has gone."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "torchtune_adaptive", "ls"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=300, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_the_help_of_plan_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _run(["tune-adaptive", "plan", "--help"])
+    _, _, examples = capsys.readouterr().out.partition("examples:\n")
+    commands = [
+        line for line in examples.splitlines() if line.startswith("    tune-adaptive plan ")
+    ]
+    assert len(commands) >= 3
 
 
 @pytest.mark.parametrize("command", ["find", "plan", "cache", "run", "cat", "cp", "validate"])

@@ -71,9 +71,8 @@ class TestWhatIsPrinted:
     def test_the_answer_comes_first(self) -> None:
         lines = as_text(headline(self.plan, a_prediction())).splitlines()
         assert lines[:4] == [
-            "batch_size 2: FITS, peak 19 of 73.7 GiB. Largest micro-batch that fits: 13; a search picks 8 "
-            "(power",
-            "  of two).",
+            "batch_size 2: FITS, peak 19 GiB (-3% to +7%) of 73.7 GiB. Largest micro-batch that fits: 13; a",
+            "  search picks 8 (power of two).",
             "8B on 8 x h100-80gb, rows of 2048 tokens (assumed: give --seq-len or "
             "tokenizer.max_seq_len)",
             "",
@@ -89,11 +88,11 @@ class TestWhatIsPrinted:
         near = replace(a_prediction().configured, rows=13, reserved=int(73.6 * (1 << 30)))
         text = as_text(headline(self.plan, a_prediction(at_largest=near)))
         assert (
-            "Caution: at batch_size 13 the usable memory is within the prediction's error (-3.0% to"
+            "Caution: at batch_size 13 the usable memory is within the prediction's error (-3% to"
             in text
         )
         alone = replace(self.plan, device=replace(self.plan.device, fragmentation=0.0))
-        assert "prediction's error (3.0%)" in as_text(
+        assert "prediction's error (+-3%)" in as_text(
             headline(alone, a_prediction(at_largest=near))
         )
 

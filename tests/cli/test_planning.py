@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from tests.helpers.planning import asked
 from torchtune_adaptive.cli import plan_progress
@@ -75,7 +76,9 @@ def test_a_plan_for_the_simulated_device(
     before = state_of_this_process()
     assert plan_command(asked(line)) == 0
     assert state_of_this_process() == before
-    printed = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert f"Plot: {picture}\n" in said.err
+    printed = json.loads(said.out)
     assert printed["verdict"] == "FITS"
     assert printed["largest"] == 14  # what the searches find without rounding
     assert printed["configured"]["parts"].keys() >= {"activations", "logits and loss", "parameters"}
@@ -135,7 +138,9 @@ def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
     done = run_plan("--config", "tiny/full", "--memory", "1MiB", "--no-what-ifs", "batch_size=1",
                     folder=tmp_path)  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert re.search(r"batch_size 1: DOES NOT FIT, peak 15\.\d MiB of 973 KiB", done.stdout)
+    assert re.search(
+        r"batch_size 1: DOES NOT FIT, peak 15\.\d MiB \(\+-0\.1%\) of 973 KiB", done.stdout
+    )
     assert "Not even one row of 512 tokens fits." in done.stdout
 
 
@@ -161,7 +166,18 @@ def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
         (["--hf", "/nowhere"], "'/nowhere' has no config.json that can be read"),
         (["--hf", "qwen/Qwen2.5-7B"], "hf download qwen/Qwen2.5-7B config.json --local-dir DIR"),
         (["meta-llama/Llama-3.1-8B"], "meta-llama/Llama-3.1-8B config.json --local-dir DIR`, then"),
+        (
+            ["meta-llama/Llama-3.1-8B"],
+            "configs of this model are llama3_1/8B_full_single_device, llama3",
+        ),
+        (
+            ["--hf", "qwen/Qwen2.5-7B"],
+            "configs of this model are qwen2_5/7B_full_single_device, qwen2_5",
+        ),
+        (["Llama-3.1-8B"], "or llama3_1/8B_qlora_single_device or"),
         (["llama3_1/8B"], "Did you mean llama3_1/8B_"),
+        (["tiny/full", "max_seq_len=64"], "is not a key of this config. Write --seq-len 64"),
+        (["tiny/full", "max_length=64"], "is not a key of this config. Write --seq-len 64"),
         (["tiny/full", "--batch_size", "4"], "--batch_size: '4' is not an option of plan. What a"),
         (["tiny/full", "--batch_size", "4"], "is written batch_size=4; --help lists"),
         (["tiny/full", "--batch-size=4"], "is written batch_size=4"),
@@ -225,6 +241,22 @@ def test_options_may_be_written_as_torchrun_writes_them() -> None:
         asked([option, "2"]).nproc for option in ("--nproc", "--nproc_per_node", "--nproc-per-node")
     }
     assert numbers == {2}
+
+
+def test_a_length_may_be_named_as_others_do() -> None:
+    for option in ("--seq-len", "--max-seq-len", "--max_seq_len", "--max-length"):
+        assert asked(["tiny/full", option, "64"]).seq_len == 64
+
+
+def test_a_variable_of_the_config_may_have_the_name_of_a_length(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    OmegaConf.save(OmegaConf.merge(load_config("tiny/full"), {"max_seq_len": 32}), path)
+    assert _config(asked([str(path), "max_seq_len=64"]))[1].max_seq_len == 64
+
+
+def test_a_model_may_be_given_by_its_file() -> None:
+    for path in ("models/one", "models/one/config.json"):
+        assert asked(["--hf", path]).hf == Path("models/one")
 
 
 def test_a_number_of_gpus_may_stand_before_their_name() -> None:

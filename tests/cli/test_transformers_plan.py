@@ -55,7 +55,7 @@ def test_settings_are_the_trainers_own(
     assert step.max_length == 512 and not step.gradient_checkpointing
     assert device["gpu"] == "a100-80gb" and 70 * GIB < device["memory"] < 80 * GIB
     said = capsys.readouterr().out
-    assert "per_device_train_batch_size 4: FITS, peak 10 of" in said
+    assert "per_device_train_batch_size 4: FITS, peak 10 GiB (-3% to +7%) of" in said
     assert "Largest that fits: 24." in said
     assert "DPOTrainer on 2 x a100-80gb, pairs of rows of 512 tokens" in said
     assert "step: that of DPOTrainer as of TRL 1.16" in said

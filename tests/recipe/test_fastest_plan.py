@@ -188,7 +188,7 @@ def test_a_choice_that_may_not_fit_is_warned_of_and_the_next_one_is_named(
 ) -> None:
     fastest = with_peaks(*peaks)
     text = " ".join(as_text(fastest_blocks(fastest)).split())
-    caution = "Caution: with this choice the usable memory is within the prediction's error (3.0%)"
+    caution = "Caution: with this choice the usable memory is within the prediction's error (+-3%)"
     assert caution in text and said in text
     assert text.count("To use that one, add:") == ("(+50%" in said)
     printed = fastest_as_dict(fastest)

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -152,6 +153,31 @@ def test_validate_checks_what_a_run_checks(
     OmegaConf.save(OmegaConf.merge(good, changes), mine)
     with pytest.raises(ConfigError, match=error):
         _run(["tune-adaptive", "validate", str(mine)])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wrong"),
+    [
+        (
+            "optimzer=3 adaptive_batching.serch=1 adaptive_batching.headroom=5 batch_size=0 ~seed dataset=3 "
+            "batch_increase_function=no.where optimizer.lr=much optimizer.rl=1 model.num_layer=3",
+            "optimzer adaptive_batching.serch adaptive_batching.headroom batch_size seed dataset "
+            "batch_increase_function optimizer.lr optimizer.rl model.num_layer",
+        ),
+        (
+            "dtype=fp16 optimizer_in_bwd=True adaptive_batching.token_budget=True collate_fn=no.where",
+            "dtype clip_grad_norm adaptive_batching.token_budget collate_fn",
+        ),
+    ],
+    ids=["values", "combinations"],
+)
+def test_validate_says_all_that_is_wrong(
+    overrides: str, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError) as last:
+        _run(["tune-adaptive", "validate", "tiny/full", *overrides.split()])
+    said = re.findall(r"^tune-adaptive: ConfigError: ([\w.]+): ", capsys.readouterr().err, re.M)
+    assert {*said, last.value.key} >= {*wrong.split()}
 
 
 def test_validate_takes_overrides(capsys: pytest.CaptureFixture[str]) -> None:

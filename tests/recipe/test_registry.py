@@ -39,6 +39,8 @@ def test_a_name_that_exists_nowhere_says_which_do() -> None:
         find_config("llama3_2/1B_adaptive_ful")
     with pytest.raises(ConfigError) as raised:
         find_config("zzz")
+    with pytest.raises(ConfigError, match=r"Did you mean llama3_1/8B_qlora_single_device or"):
+        find_config("llama3_1/8B_qlora")
     message = str(raised.value)
     assert all(name in message for name in our_configs())
     assert "tune ls" in message

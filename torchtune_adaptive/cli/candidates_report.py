@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchtune_adaptive.cli.rollout_report import caution
-from torchtune_adaptive.common import Block, Listing, Paragraph, Table, bytes_of, human_bytes, plots
+from torchtune_adaptive.cli.margin import caution, peak_of
+from torchtune_adaptive.common import Block, Listing, Paragraph, Table, human_bytes, plots
 from torchtune_adaptive.planner import Speed
 from torchtune_adaptive.recipe import Candidate, PlanRequest, chosen, overrides, too_close_to_call
 
@@ -107,7 +107,7 @@ def _gain(fastest: Fastest, one: Candidate) -> str:
 
 
 def _peak(fastest: Fastest, one: Candidate) -> str:
-    return bytes_of(one.reserved or 0, fastest.plan.device.usable_bytes)
+    return peak_of(fastest.plan.device, one.reserved or 0)
 
 
 def _close_lines(fastest: Fastest) -> list[str]:

@@ -10,6 +10,8 @@ import argparse
 import json
 import os
 import re
+import select
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +42,7 @@ _HELP = {
     "ls": "List all recipes and their configs.",
     "cat": "Print a config.",
     "cp": "Copy a recipe or a config to a local path.",
-    "validate": "Check a config as a run does.",
+    "validate": "Check a config as a run does, and print all that is wrong in it.",
     "download": "Download a model from the Hugging Face Hub or Kaggle.",
 }
 _OF_THE_LIBRARY = ("plan", "cache")
@@ -52,7 +54,12 @@ _THEIRS = {"run": "Run", "cat": "Cat", "cp": "Copy", "download": "Download"}
 def main() -> None:
     """The console script."""
     try:
-        _run(sys.argv)
+        try:
+            _run(sys.argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _end_unread()
     except AdaptiveBatchingError as error:
         print(f"{PROGRAM}: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
@@ -62,6 +69,20 @@ def main() -> None:
         # Where the first rank to fail gave a reason of one line, that line says more than torchrun's report.
         print(_reason(error) or error, file=sys.stderr)
         sys.exit(1)
+
+
+def _end_unread() -> None:
+    """End in silence where what reads the output, such as ``head``, has had enough.
+
+    Raises:
+        BrokenPipeError: it was another pipe that broke.
+    """
+    stdout = select.poll()
+    stdout.register(1, 0)  # errors are told whatever is asked for
+    if not any(event & select.POLLERR for _, event in stdout.poll(0)):
+        raise
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where Python writes the rest at its end
+    sys.exit(128 + signal.SIGPIPE)
 
 
 def _reason(error: Any) -> str | None:
@@ -77,20 +98,21 @@ def _run(argv: list[str]) -> None:
     command = argv[1] if len(argv) > 1 else ""
     if command in _HELP and command not in _OF_THE_LIBRARY:
         require_recipes(command)
+    asks_for_help = bool({"-h", "--help"} & set(argv[2:]))
+    if command in ("run", "find") and argv[2:] and not asks_for_help:
+        from torchtune_adaptive.cli.recipe_argument import require_recipe
+
+        require_recipe(command, argv[2:])  # before torchtune's parser, whose import takes seconds
     parser, commands = _parsers(command)
     if command in _HELP and len(argv) == 2 and command != "ls":
         commands[command].print_help(sys.stderr)
         sys.exit(2)
-    if not {"-h", "--help"} & set(argv[2:]):
+    if not asks_for_help:
         if command == "plan":  # options and overrides in any order, which subcommands cannot have
             from torchtune_adaptive.cli.plan_options import parsed
 
             arguments = parsed(commands["plan"], argv[2:])
             return arguments.func(arguments)
-        if command in ("run", "find"):
-            from torchtune_adaptive.cli.recipe_argument import require_recipe
-
-            require_recipe(command, argv[2:])
         if command == "find":
             return _find(argv)
     arguments = parser.parse_args(argv[1:])
@@ -102,8 +124,8 @@ def _parsers(command: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="torchtune's command line, plus recipes that find their own batch size.",
-        epilog="`find`, `plan` and `cache` are ours; the other commands are torchtune's. All but `cache` and "
-        "`plan --step transformers` need torchtune and the recipes.",
+        epilog="`find`, `plan`, `cache` and `validate` are ours; the other commands are torchtune's. All but "
+        "`cache` and `plan --step transformers` need torchtune and the recipes.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.set_defaults(func=lambda _: parser.print_help())
@@ -218,25 +240,9 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
 
 
 def _validate(arguments: argparse.Namespace) -> None:
-    """Check a config as a run does before it looks for files."""
-    from torchtune_adaptive.recipe import (
-        batch_increase,
-        check,
-        check_components,
-        kind_of,
-        load_config,
-        require_torchvision,
-        warn_of_unused_keys,
-        with_overrides,
-    )
+    from torchtune_adaptive.cli.validate_command import validate
 
-    cfg = with_overrides(load_config(arguments.config), arguments.overrides)
-    require_torchvision(cfg)
-    kind = kind_of(cfg)
-    batch_increase(check(cfg, kind))
-    warn_of_unused_keys(cfg, kind)
-    check_components(cfg, kind)
-    print("Config is well-formed!")
+    validate(arguments)
 
 
 _ADD_OURS = {

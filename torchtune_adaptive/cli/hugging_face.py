@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = get_args(Method)
+ConfigsOf = Callable[[str], Sequence[str]]
 
 _SHAPE = {
     "vocab_size": "vocab_size",
@@ -47,7 +48,9 @@ def config_for(folder: Path, method: Method) -> DictConfig:
     """
     from omegaconf import OmegaConf  # the recipes', as this config
 
-    about = read_config(folder)
+    from torchtune_adaptive.recipe import configs_of_model
+
+    about = read_config(folder, configs_of_model)
     module, name, arguments = _model(about, str(folder))
     model: dict[str, Any] = {"_component_": f"{module}.{name}", **arguments}
     if method != "full":
@@ -81,17 +84,25 @@ def config_for(folder: Path, method: Method) -> DictConfig:
     )
 
 
-def download_advice(name: str | Path) -> str | None:
-    """How to get the ``config.json`` of a model on the Hub, if this is the name of one and not a file."""
+def download_advice(name: str | Path, configs_of: ConfigsOf = lambda _: ()) -> str | None:
+    """What to plan in place of a model on the Hub, if this is the name of one and not a file: torchtune's
+    configs of it, or its ``config.json``."""
     if not re.fullmatch(r"[\w.-]*\w/\w[\w.-]*", str(name)) or Path(name).exists():
         return None
-    return (
+    download = (
         f"For a model of the Hub: `hf download {name} config.json --local-dir DIR`, then --hf DIR"
     )
+    if not (configs := configs_of(str(name))):
+        return download
+    return f"torchtune's configs of this model are {', '.join(configs)}. {download}"
 
 
-def read_config(folder: Path) -> Mapping[str, Any]:
+def read_config(folder: Path, configs_of: ConfigsOf = lambda _: ()) -> Mapping[str, Any]:
     """What the ``config.json`` of a folder says.
+
+    Args:
+        folder: of a model; where it is the name of a model instead, the error says what to do.
+        configs_of: the configs of a model, for that error.
 
     Raises:
         ConfigError: there is none, or it makes no sense.
@@ -101,7 +112,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         about = json.loads(path.read_text())
     except OSError as error:
         reason = f"has no config.json that can be read ({error.strerror})"
-        remedy = download_advice(path.parent) or "Give the folder of a model"
+        remedy = download_advice(folder, configs_of) or "Give the folder of a model"
         raise ConfigError("--hf", str(path.parent), reason, remedy) from None
     except ValueError as error:
         reason = f"is not JSON ({error})"
@@ -116,7 +127,10 @@ def _model(about: Mapping[str, Any], folder: str) -> tuple[str, str, dict[str, A
     (architecture, *_) = about.get("architectures") or ["no architecture"]
     if architecture not in _BUILDERS:
         reason = "is not an architecture that can be planned from config.json"
-        remedy = f"Use one of {', '.join(_BUILDERS)}, or a torchtune config"
+        remedy = (
+            "Add --step transformers, which plans any causal language model (pip install transformers), or "
+            f"use one of {', '.join(_BUILDERS)}"
+        )
         raise ConfigError("--hf", architecture, reason, remedy)
     if missing := [key for key in _SHAPE.values() if not isinstance(about.get(key), int)]:
         reason = f"has no {', '.join(missing)} in its config.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,6 +28,7 @@ from torchtune_adaptive.recipe import (
     Prediction,
     Query,
     compare,
+    configs_of_model,
     confirm,
     is_config_name,
     is_recipe,
@@ -42,6 +44,7 @@ from torchtune_adaptive.recipe import (
     with_overrides,
 )
 
+_LENGTHS = ("max_seq_len", "max_length", "seq_len")
 _WHOSE_STEP = (
     "step: torchtune's; --step transformers plans that of transformers' Trainer and of TRL's"
 )
@@ -63,6 +66,7 @@ def plan_config(
         print(arguments.render(details(report)), end="")
     if arguments.plot is not None:
         draw(report, arguments.plot)
+        print(f"Plot: {arguments.plot}", file=sys.stderr)  # stdout may be JSON
     return report.verdict
 
 
@@ -78,7 +82,7 @@ def _config(arguments: argparse.Namespace) -> tuple[str, DictConfig]:
         raise ConfigError("KEY=VALUE", names[0], "is not an override", "Write key=value")
     if arguments.hf:
         cfg = config_for(arguments.hf, arguments.method or "full")
-        return arguments.hf.resolve().name, with_overrides(cfg, overrides)
+        return arguments.hf.resolve().name, _changed(cfg, overrides)
     if arguments.method:
         remedy = "Use a config of that method"
         raise ConfigError("--method", arguments.method, "is for --hf", remedy)
@@ -86,7 +90,16 @@ def _config(arguments: argparse.Namespace) -> tuple[str, DictConfig]:
         raise AdaptiveBatchingError(
             "no config is given. Give a config name such as llama3_1/8B_full, a YAML file, or --hf"
         )
-    return names[0], with_overrides(_config_or_advice(names[0]), overrides)
+    return names[0], _changed(_config_or_advice(names[0]), overrides)
+
+
+def _changed(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """A config with its overrides. Length is an option: no recipe has a key for it, though a config may have
+    a variable of that name."""
+    for key, _, value in (override.partition("=") for override in overrides):
+        if key in _LENGTHS and key not in cfg:
+            raise ConfigError(key, value, "is not a key of this config", f"Write --seq-len {value}")
+    return with_overrides(cfg, overrides)
 
 
 def _config_or_advice(name: str) -> DictConfig:
@@ -94,7 +107,7 @@ def _config_or_advice(name: str) -> DictConfig:
     try:
         return load_config(name)
     except ConfigError:
-        if is_config_name(name) or not (advice := download_advice(name)):
+        if is_config_name(name) or not (advice := download_advice(name, configs_of_model)):
             raise
         raise ConfigError("CONFIG", name, "is not a config", advice) from None
 

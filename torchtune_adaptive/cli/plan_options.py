@@ -27,6 +27,18 @@ from torchtune_adaptive.planner import DOES_NOT_FIT, gpus
 
 EXIT_STATUS = {"FITS": 0, DOES_NOT_FIT: 1, "UNCERTAIN": 2}
 NO_ANSWER = 2
+_EXAMPLES = """\
+examples:
+  does it fit, what is the largest micro-batch, and how fast is it:
+    tune-adaptive plan llama3_1/8B_lora_single_device --gpu 4090 --no-what-ifs
+  longer rows, and what to pay:
+    tune-adaptive plan llama3_1/8B_full --nproc 8 --gpu h100 --seq-len 8192 --tokens 50M --price 2.5
+  which GPU, and the fastest configuration:
+    tune-adaptive plan llama3_1/8B_qlora_single_device --compare 4090,a6000,h100
+    tune-adaptive plan llama3_1/8B_full --nproc 8 --gpu h100 --fastest
+  a model of the Hub, by its config.json, as TRL trains it:
+    tune-adaptive plan --hf DIR --step transformers --method lora --gpu 4090
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", help="a config name or a YAML file")
     add(
         "--hf",
-        type=Path,
+        type=_model_folder,
         metavar="DIR",
-        help="instead of a config: a folder with the config.json of a Hugging Face model (Llama, Mistral, "
-        "Qwen2, Qwen3, Gemma, Phi-3; with --step transformers any causal language model)",
+        help="instead of a config: a folder with the config.json of a Hugging Face model, or that file "
+        "(Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3; with --step transformers any causal language model)",
     )
     add(
         "--step",
@@ -65,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length_help = (
         "tokens in a row: the length of the longest sample, or of the longest prompt of a rollout"
     )
-    add("--seq-len", type=int, metavar="N", help=length_help)
+    add("--seq-len", "--max-seq-len", "--max-length", type=int, metavar="N", help=length_help)
     add("--tokens", metavar="N", help="tokens to train on, e.g. 52M, for hours and cost")
     price_help = "price of one GPU for an hour: one for all, or one for each of --compare"
     add("--price", metavar="P", help=price_help)
@@ -102,7 +114,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a config name or a YAML file, and config overrides, e.g. batch_size=8; a recipe's name, which "
         "`run` needs, may stand before it",
     )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # for the examples
+    parser.epilog = _EXAMPLES
     parser.set_defaults(func=lambda arguments: sys.exit(plan_command(arguments)))
+
+
+def _model_folder(path: str) -> Path:
+    """The folder of a model, which may be given by its ``config.json``."""
+    return Path(path).parent if Path(path).name == "config.json" else Path(path)
 
 
 def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:

@@ -8,14 +8,15 @@ from typing import Any
 
 from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
 from torchtune_adaptive.cli.job import Job
-from torchtune_adaptive.cli.rollout_report import caution, memory_rows, rollout_blocks
+from torchtune_adaptive.cli.margin import caution, peak_of
+from torchtune_adaptive.cli.rollout_report import memory_rows, rollout_blocks
 from torchtune_adaptive.cli.speed_report import (
     compare_table,
     machine_as_dict,
     speed_as_dict,
     speed_blocks,
 )
-from torchtune_adaptive.common import Block, Listing, Paragraph, Table, bytes_of, human_bytes
+from torchtune_adaptive.common import Block, Listing, Paragraph, Table, human_bytes
 from torchtune_adaptive.planner import DOES_NOT_FIT, Answer, Peak
 from torchtune_adaptive.recipe import TOKENS, LengthLimits, PlanRequest, Prediction
 
@@ -98,8 +99,9 @@ def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[B
 
 
 def _verdict_text(plan: PlanRequest, found: Prediction) -> str:
-    takes = f"peak {bytes_of(found.configured.reserved, plan.device.usable_bytes)}"
-    return f"batch_size {found.rows}: {found.configured.verdict(plan.device)}, {takes}."
+    peak = found.configured
+    takes = f"peak {peak_of(plan.device, peak.reserved)}"
+    return f"batch_size {found.rows}: {peak.verdict(plan.device)}, {takes}."
 
 
 def _largest_text(found: Prediction) -> str:

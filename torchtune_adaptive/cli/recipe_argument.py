@@ -43,6 +43,8 @@ def require_recipe(command: str, arguments: list[str]) -> None:
     # Before the recipe, there may be options of torchrun with their values.
     recipe = next((word for word in words if is_recipe(word)), words[-1] if words else "")
     if recipe in RECIPES or (recipe.endswith(".py") and Path(recipe).is_file()):
+        if recipe in RECIPES and (given := _option(arguments)):
+            find_config(given)  # the recipe says so as well, once it has imported torch
         return
     if is_recipe(recipe) and not recipe.endswith(".py"):
         _require_nothing_of_ours(command, recipe, arguments)

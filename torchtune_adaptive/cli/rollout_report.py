@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torchtune_adaptive.cli.job import Job
+from torchtune_adaptive.cli.margin import caution, peak_of
 from torchtune_adaptive.cli.speed_report import band_text, cost_lines, human_seconds
-from torchtune_adaptive.common import Block, Paragraph, Table, bytes_of, counted, human_bytes
-from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Peak, Speed
+from torchtune_adaptive.common import Block, Paragraph, Table, counted, human_bytes
+from torchtune_adaptive.planner import DOES_NOT_FIT, Peak, Speed
 from torchtune_adaptive.recipe import PlanRequest, Prediction, RolloutPrediction
 
 _SMALL = 0.01
@@ -32,7 +33,7 @@ def rollout_blocks(plan: PlanRequest, found: Prediction, about: str, job: Job) -
 
 def _answer(plan: PlanRequest, found: Prediction, rollout: RolloutPrediction) -> str:
     limiting, device = rollout.limiting, plan.device
-    takes = bytes_of(limiting.configured.reserved, device.usable_bytes)
+    takes = peak_of(device, limiting.configured.reserved)
     rows = counted(rollout.rows, "row")
     return (
         f"Rollouts of {rows} per rank: {found.verdict(device)}. {limiting.name.capitalize()} limits, with "
@@ -62,16 +63,6 @@ def _cautions(plan: PlanRequest, rollout: RolloutPrediction) -> list[str]:
         )
     ]
     return [caution(plan.device, f"in {' and '.join(near)}")] if near else []
-
-
-def caution(device: DeviceLimits, where: str) -> str:
-    """The line about a peak that is so near the usable memory that the prediction's error decides."""
-    below, above = device.band, device.band_above
-    error = f"-{below:.1%} to +{above:.1%}" if above > below else f"{below:.1%}"
-    return (
-        f"Caution: {where} the usable memory is within the prediction's error ({error}); only a trial on the "
-        "device can tell."
-    )
 
 
 def _phases(plan: PlanRequest, rollout: RolloutPrediction) -> Table:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from torchtune_adaptive.cli.hugging_face import Method, read_config
+from torchtune_adaptive.cli.margin import peak_of
 from torchtune_adaptive.common import (
     Block,
     ConfigError,
@@ -18,7 +19,6 @@ from torchtune_adaptive.common import (
     NoPrediction,
     Paragraph,
     Table,
-    bytes_of,
     human_bytes,
 )
 from torchtune_adaptive.planner import DeviceLimits, gpus, planned_gpu
@@ -98,7 +98,7 @@ def _settings(words: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
 
 
 def _blocks(plan: Plan, step: TransformersStep, device: DeviceLimits, verdict: str) -> list[Block]:
-    peak = bytes_of(plan.peak, device.usable_bytes)
+    peak = peak_of(device, plan.peak)
     largest = f"Largest that fits: {plan.largest}." if plan.largest else "Not even one row fits."
     devices = f"{step.ranks}{' x' * (step.ranks > 1)} {device.name}"
     lines = [

@@ -13,7 +13,6 @@ from torchtune_adaptive.common.lazy import interface
 if TYPE_CHECKING:
     from torchtune_adaptive.recipe import launch
     from torchtune_adaptive.recipe.adaptive_recipe import AdaptiveRecipe
-    from torchtune_adaptive.recipe.components import check_components
     from torchtune_adaptive.recipe.plan.limits import (
         TOKENS,
         LengthLimits,
@@ -32,8 +31,10 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.recipe.plan.request import PlanRequest, on_devices, plan_request
     from torchtune_adaptive.recipe.plan.rollout import RolloutPrediction
+    from torchtune_adaptive.recipe.proofreading import mistakes_in
     from torchtune_adaptive.recipe.registry import (
         RECIPES,
+        configs_of_model,
         find_config,
         is_config_name,
         is_module,
@@ -47,11 +48,7 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.recipe.settings.adaptive import BLOCK
     from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
-    from torchtune_adaptive.recipe.settings.checks import (
-        check,
-        require_torchvision,
-        warn_of_unused_keys,
-    )
+    from torchtune_adaptive.recipe.settings.checks import warn_of_unused_keys
     from torchtune_adaptive.recipe.settings.keys import TENSORS
     from torchtune_adaptive.recipe.settings.kind_table import kind_of
     from torchtune_adaptive.recipe.settings.knob_table import (
@@ -63,7 +60,6 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.recipe.tracing.self_check import check_method
     from torchtune_adaptive.recipe.tracing.traces import NotRemembered, PassedCheck
-    from torchtune_adaptive.recipe.train.growth import batch_increase
     from torchtune_adaptive.recipe.versions import require_supported_versions
 else:
     __getattr__, __dir__, __all__ = interface(__name__)

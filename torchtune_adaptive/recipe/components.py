@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -26,6 +26,7 @@ from torchtune_adaptive.recipe.settings.adaptive import close_match
 from torchtune_adaptive.recipe.settings.checks import missing_torchvision
 from torchtune_adaptive.recipe.settings.keys import VALUE_CHECKPOINTER
 from torchtune_adaptive.recipe.settings.kind_table import Kind
+from torchtune_adaptive.recipe.settings.mistakes import FIRST, Each
 from torchtune_adaptive.recipe.settings.rules import Rule, rule_of_argument
 from torchtune_adaptive.recipe.settings.torchtune_keys import blocks
 from torchtune_adaptive.recipe.upstream import component_path
@@ -47,21 +48,30 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 _WITH_HONEST_TYPES = ("torch", "torchao", "torchtune")
 
 
-def check_components(cfg: DictConfig, kind: Kind) -> None:
-    """Raise ``ConfigError`` for a component that does not exist, or that does not take what the config gives
-    it. The config has passed ``settings.checks.check``."""
+def check_components(
+    cfg: DictConfig, kind: Kind, each: Each = FIRST, wrong: Collection[str] = ()
+) -> None:
+    """Raise ``ConfigError``, within ``each``, for a component that does not exist, or that does not take what
+    the config gives it. The config has passed ``settings.checks.read``, except for the keys that are
+    ``wrong``."""
     values: Any = OmegaConf.to_container(cfg, resolve=True)
-    for key in values:
+    right = [key for key in values if key not in wrong]
+    for key in right:
         for name, block in blocks(values, key) if key in kind.keys and key not in _OURS else ():
+            if name in wrong:
+                continue
             if isinstance(block, Mapping) and "_component_" in block:
-                _check(key, name, block)
+                _check(key, name, block, each)
             elif key == "reward_functions":
-                _find(name, block)
-    if (collate := values.get("collate_fn")) is not None:
-        _find("collate_fn", collate)
-    for key in ("checkpointer", VALUE_CHECKPOINTER, *(each.checkpointer for each in kind.frozen)):
-        if key in kind.keys:
-            _check_model_type(key, values[key])
+                with each:
+                    _find(name, block)
+    if "collate_fn" in right and (collate := values["collate_fn"]) is not None:
+        with each:
+            _find("collate_fn", collate)
+    for key in ("checkpointer", VALUE_CHECKPOINTER, *(one.checkpointer for one in kind.frozen)):
+        if key in kind.keys and key in right:
+            with each:
+                _check_model_type(key, values[key])
 
 
 def make(block: DictConfig, name: str, *given: Any, **more: Any) -> Any:
@@ -123,9 +133,16 @@ def refusal(block: DictConfig, name: str, error: Exception, by_position: int = 0
 # --- before anything is built ---------------------------------------------------------------------
 
 
-def _check(key: str, name: str, block: Mapping[str, Any]) -> None:
+def _check(key: str, name: str, block: Mapping[str, Any], each: Each) -> None:
     path = block["_component_"]
-    found = _find(f"{name}._component_", path)
+    with each:
+        _check_arguments(key, name, block, _find(f"{name}._component_", path), each)
+
+
+def _check_arguments(
+    key: str, name: str, block: Mapping[str, Any], found: Callable[..., Any], each: Each
+) -> None:
+    path = block["_component_"]
     by_position, by_name = _GIVEN.get(key, (0, ()))
     if key == "reward_functions" and not inspect.isclass(found):
         by_position = _OF_REWARD_FUNCTIONS
@@ -134,19 +151,22 @@ def _check(key: str, name: str, block: Mapping[str, Any]) -> None:
     names = _names(parameters)
     if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters):
         for argument, value in given.items():
-            if argument not in names:
-                raise _unknown_argument(name, path, argument, value, names)
-    for each in parameters:
-        needed = each.kind in _BY_NAME and each.default is each.empty
-        if needed and each.name not in given and each.name not in by_name:
-            raise ConfigError(
-                f"{name}.{each.name}", None, f"is missing, and {path} needs it", "Set it"
-            )
+            with each:
+                if argument not in names:
+                    raise _unknown_argument(name, path, argument, value, names)
+    for one in parameters:
+        needed = one.kind in _BY_NAME and one.default is one.empty
+        with each:
+            if needed and one.name not in given and one.name not in by_name:
+                raise ConfigError(
+                    f"{name}.{one.name}", None, f"is missing, and {path} needs it", "Set it"
+                )
     rules = _rules(found) if path.partition(".")[0] in _WITH_HONEST_TYPES else {}
-    optional = {each.name for each in parameters if each.default is None}.union(_READ_BY_US)
+    optional = {one.name for one in parameters if one.default is None}.union(_READ_BY_US)
     for argument, value in given.items():
-        if argument in rules and not (value is None and argument in optional):
-            rules[argument].read(f"{name}.{argument}", value)
+        with each:
+            if argument in rules and not (value is None and argument in optional):
+                rules[argument].read(f"{name}.{argument}", value)
 
 
 def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -107,7 +108,7 @@ def find_config(name: str) -> Path:
     for path in (Path(name), CONFIGS / f"{name}.yaml", theirs.get(name)):
         if path is not None and path.is_file():
             return path
-    close = get_close_matches(name, [*our_configs(), *theirs], n=3)
+    close = _meant(name)
     raise ConfigError(
         "--config",
         name,
@@ -123,6 +124,30 @@ def name_of_config(path: Path) -> str | None:
     if path.is_relative_to(CONFIGS):
         return path.relative_to(CONFIGS).with_suffix("").as_posix()
     return next((name for name, file in torchtune_configs().items() if file == path), None)
+
+
+def _meant(name: str) -> list[str]:
+    """The configs that a wrong name was probably meant to be; of a model's name, those of the model."""
+    if not is_config_name(name) and (of_model := configs_of_model(name)):
+        return of_model
+    known = [*our_configs(), *torchtune_configs()]
+    begins = [config for config in known if config.startswith(name)]
+    return [*dict.fromkeys((*begins, *get_close_matches(name, known, n=3)))][:3]
+
+
+def configs_of_model(name: str) -> list[str]:
+    """torchtune's configs that finetune a model, by its name on the Hub: ``meta-llama/Llama-3.1-8B``."""
+    words = _words(name.rpartition("/")[2].removeprefix("Meta-"))
+    found = []
+    for config in torchtune_configs():
+        parts = re.fullmatch(r"(.+)_(full|q?lora)(_single_device)?", config)
+        if parts and (model := _words(parts[1])) == words[: len(model)]:
+            found.append(config)
+    return found
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z]+|\d+", name.lower())
 
 
 def is_config_name(name: str) -> bool:
@@ -226,7 +251,7 @@ def register() -> None:
 
 def _kind_in(name: str) -> str | None:
     """The kind in the name of a config of ours; the longest, as ``full_dpo`` contains ``full``."""
-    words = f"_{name.replace('/', '_')}_"
+    words = f"_{name.replace('/', '_')}_".replace("_qlora_", "_lora_")  # of the same recipe
     return max((kind for kind in KINDS if f"_{kind}_" in words), key=len, default=None)
 
 

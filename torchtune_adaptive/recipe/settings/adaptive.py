@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import LrScaling, Rounding, strategies
+from torchtune_adaptive.recipe.settings.mistakes import FIRST, Each
 from torchtune_adaptive.recipe.settings.rules import (
     CHECKPOINTING,
     COMPONENT,
@@ -248,8 +249,12 @@ class AdaptiveSettings:
         return 3600.0 if compiled else 2 * max(self.rank_timeout, self.step_timeout)
 
     @classmethod
-    def from_config(cls, cfg: DictConfig) -> AdaptiveSettings:
+    def from_config(cls, cfg: DictConfig, each: Each = FIRST) -> AdaptiveSettings:
         """Read and check everything that this package adds to a torchtune config.
+
+        Args:
+            cfg: the whole config.
+            each: a context for each check; what it notes has its default.
 
         Raises:
             ConfigError: a key is unknown, or its value is not valid.
@@ -265,15 +270,17 @@ class AdaptiveSettings:
                 "Write `key: value` lines below it",
             )
         for key in block:
-            if key not in block_keys():
-                raise _unknown(str(key), plain_value(block, key))
-        given = {key: (f"{BLOCK}.{key}", plain_value(block, key)) for key in block}
-        given |= {key: (key, plain_value(cfg, key)) for key in top_level_keys()}
-        values = {
-            key: _rules()[key].read(name, value)
-            for key, (name, value) in given.items()
-            if value is not None
-        }
+            with each:
+                if key not in block_keys():
+                    raise _unknown(str(key), plain_value(block, key))
+        known = [key for key in block if key in block_keys()]
+        given = {key: (f"{BLOCK}.{key}", plain_value(block, key)) for key in known}
+        given |= {key: (key, plain_value(cfg, key)) for key in sorted(top_level_keys())}
+        values = {}
+        for key, (name, value) in given.items():
+            with each:
+                if value is not None:
+                    values[key] = _rules()[key].read(name, value)
         return cls(**values)
 
 

@@ -15,6 +15,7 @@ from torchtune_adaptive.core import Split
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.keys import CONTEXT, KEYS, TENSORS
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, Kind, has_images, kind_of
+from torchtune_adaptive.recipe.settings.mistakes import FIRST, Each
 
 ACCUMULATION = "gradient_accumulation_steps"
 
@@ -34,10 +35,11 @@ class Asked:
     settings: AdaptiveSettings
 
     @classmethod
-    def of(cls, cfg: DictConfig, kind: str | None = None) -> Asked:
-        """What a config asks for: of the kind of that name, or of the one that the config is for."""
+    def of(cls, cfg: DictConfig, kind: str | None = None, each: Each = FIRST) -> Asked:
+        """What a config asks for: of the kind of that name, or of the one that the config is for. Each of our
+        settings is read within ``each``."""
         about = kind_of(cfg) if kind is None else KINDS[kind]
-        asked = cls(cfg, about, AdaptiveSettings.from_config(cfg))
+        asked = cls(cfg, about, AdaptiveSettings.from_config(cfg, each))
         if asked.settings.on_out_of_memory is None and asked.no_retry:
             asked = replace(asked, settings=replace(asked.settings, on_out_of_memory="raise"))
         return asked

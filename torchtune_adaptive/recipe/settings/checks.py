@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -27,6 +29,7 @@ from torchtune_adaptive.recipe.settings.kind_table import (
     unused_keys,
 )
 from torchtune_adaptive.recipe.settings.knob_table import KNOBS_BY_KEY
+from torchtune_adaptive.recipe.settings.mistakes import FIRST, Each
 from torchtune_adaptive.recipe.settings.torchtune_keys import check_values
 
 log = logging.getLogger(__name__)
@@ -35,20 +38,44 @@ log = logging.getLogger(__name__)
 def check(cfg: DictConfig, kind: Kind) -> Asked:
     """What a config asks for; ``ConfigError`` if something is wrong in it that can be seen before a model is
     built."""
-    try:
-        require_own(cfg, kind)
+    asked = read(cfg, kind)
+    check_together(asked)
+    return asked
+
+
+def read(cfg: DictConfig, kind: Kind, each: Each = FIRST) -> Asked:
+    """What a config asks for, each of its keys and values checked within ``each``. What cannot be read at all
+    ends it in any case."""
+    with _readable(cfg):
+        with each:
+            require_own(cfg, kind)
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         assert isinstance(values, dict)
-        unused_keys(cfg, kind)  # raises where one is misspelled
-        asked = Asked.of(cfg, kind.name)
-        by_key = {str(key): value for key, value in values.items()}
-        check_values(by_key, kind)
+        unused_keys(cfg, kind, each)  # raises where one is misspelled
+        asked = Asked.of(cfg, kind.name, each)
+        check_values({str(key): value for key, value in values.items()}, kind, each)
+    return asked
+
+
+def check_together(asked: Asked, each: Each = FIRST) -> None:
+    """Raise ``ConfigError``, within ``each``, for what is right by itself and cannot be combined."""
+    with _readable(asked.cfg):
         for there_is, key, reason, remedy in conflicts(asked):
-            if there_is:
-                raise ConfigError(key, _value(asked, key), reason, remedy)
-        _require_knobs(asked.settings)
-        if asked.settings.budgets and asked.images:
-            raise token_budget_with_images(asked.settings)
+            with each:
+                if there_is:
+                    raise ConfigError(key, _value(asked, key), reason, remedy)
+        with each:
+            _require_knobs(asked.settings)
+        with each:
+            if asked.settings.budgets and asked.images:
+                raise token_budget_with_images(asked.settings)
+
+
+@contextmanager
+def _readable(cfg: DictConfig) -> Iterator[None]:
+    """A context in which what OmegaConf raises becomes a ``ConfigError``."""
+    try:
+        yield
     except OmegaConfBaseException as error:  # a reference to a key that does not exist, for one
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         key, value = _unreadable(cfg, error)
@@ -57,7 +84,6 @@ def check(cfg: DictConfig, kind: Kind) -> Asked:
         raise ConfigError(
             key, value, f"cannot be read: {reason}", "Correct it in the config"
         ) from error
-    return asked
 
 
 def warn_of_unused_keys(cfg: DictConfig, kind: Kind) -> None:

@@ -21,6 +21,7 @@ from torchtune_adaptive.recipe.settings.adaptive import (
     top_level_keys,
 )
 from torchtune_adaptive.recipe.settings.keys import KEYS
+from torchtune_adaptive.recipe.settings.mistakes import FIRST, Each
 
 
 @dataclass(frozen=True)
@@ -251,8 +252,8 @@ def has_images(cfg: DictConfig) -> bool:
     return "tiled_images" in str(cfg.get("collate_fn") or "")
 
 
-def unused_keys(cfg: DictConfig, kind: Kind) -> list[str]:
-    """Top-level keys that the recipe ignores.
+def unused_keys(cfg: DictConfig, kind: Kind, each: Each = FIRST) -> list[str]:
+    """Top-level keys that the recipe ignores; each is looked at within ``each``.
 
     A key that other values refer to (``${max_seq_len}``) is a variable and is never reported.
 
@@ -265,25 +266,30 @@ def unused_keys(cfg: DictConfig, kind: Kind) -> list[str]:
     for key in map(str, cfg):
         if key in known or re.search(r"\$\{" + re.escape(key) + r"[}.\[]", text):
             continue
-        if key.lower() in block_keys():
-            name = f"{BLOCK}.{key.lower()}"
-            value = plain_value(cfg, key)
-            raise ConfigError(
-                key, value, "is in the wrong place", f"It belongs in {BLOCK}: {name}={value}"
-            )
-        ours = key.lower().startswith(_OURS_BEGIN)
-        meant = close_match(key, known, cutoff=0.6 if ours else 0.87)
-        if key not in KNOWN_KEYS and (meant or ours):
-            remove = f"remove it (~{key} on the command line)"
-            raise ConfigError(
-                key,
-                plain_value(cfg, key),
-                "is set, but the recipe has no such key"
-                + (f"; it looks like {meant}" if meant else ""),
-                f"Rename it to {meant}, or {remove}" if meant else remove.capitalize(),
-            )
-        unused.append(key)
+        with each:
+            _require_no_misspelling(cfg, key, known)
+            unused.append(key)
     return unused
+
+
+def _require_no_misspelling(cfg: DictConfig, key: str, known: frozenset[str]) -> None:
+    if key.lower() in block_keys():
+        name = f"{BLOCK}.{key.lower()}"
+        value = plain_value(cfg, key)
+        raise ConfigError(
+            key, value, "is in the wrong place", f"It belongs in {BLOCK}: {name}={value}"
+        )
+    ours = key.lower().startswith(_OURS_BEGIN)
+    meant = close_match(key, known, cutoff=0.6 if ours else 0.87)
+    if key not in KNOWN_KEYS and (meant or ours):
+        remove = f"remove it (~{key} on the command line)"
+        raise ConfigError(
+            key,
+            plain_value(cfg, key),
+            "is set, but the recipe has no such key"
+            + (f"; it looks like {meant}" if meant else ""),
+            f"Rename it to {meant}, or {remove}" if meant else remove.capitalize(),
+        )
 
 
 def about_unused(key: str, kind: Kind) -> str:
