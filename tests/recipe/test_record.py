@@ -136,7 +136,7 @@ def test_a_browser_shows_the_whole_report(tmp_path: Path) -> None:
         *("<td>out of memory in &lt;backward&gt; on rank 1</td>", "<td>micro batch 4 -&gt; 2</td>"),
         *("<td>tune run mine --config my/full</td>", "<td>my.llama: 8 parameters</td>"),
         *("<td>H100</td>", "<td>log_1.txt</td>", "torchtune-adaptive ", "<th>ranks</th><td>2</td>"),
-        *("What is not as in my/full", "<th>batch_size</th><td>2</td><td>4</td>"),
+        *("What is not as in my/full", "<td>batch_size</td><td>2</td><td>4</td>"),
         *("batch_size: 4", "&lt;b&gt;&amp;amp;"),
     ):
         assert text in shown, text
