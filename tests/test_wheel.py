@@ -150,7 +150,7 @@ def assert_the_library_works(there: Environment) -> None:
     there.said("python", "-c", f"from torchtune_adaptive import {names}")
     assert there.said("tune-adaptive", "--version") == f"tune-adaptive {__version__}\n"
     assert "need torchtune and the recipes" in there.said("tune-adaptive", "--help")
-    assert "SFTTrainer" in there.said("tune-adaptive", "plan", "--step", "transformers", "--help")
+    assert "SFTTrainer" in there.said("tune-adaptive", "plan", "--trainer", "SFTTrainer", "--help")
     assert "traces" in there.said("tune-adaptive", "cache", "show")
     assert "h100-80gb" in there.said("tune-adaptive", "plan", "--list-gpus")
 
@@ -162,9 +162,9 @@ def assert_it_says_what_is_missing(there: Environment) -> None:
         assert f"{words[0]} needs torchtune and the recipes, which are not installed" in said
         assert said.count("\n") == 1 and said.endswith(": pip install ./library .\n")
     said = there.said("tune-adaptive", "plan", "tiny/full", status=2)
-    assert "plan without --step transformers needs torchtune and the recipes" in said
+    assert "plan without --trainer needs torchtune and the recipes" in said
     written(there.folder, PUBLISHED["Qwen3-0.6B"][0])
-    said = there.said("tune-adaptive", "plan", "--hf", ".", "--step", "transformers", status=2)
+    said = there.said("tune-adaptive", "plan", "--hf", ".", "--trainer", "SFTTrainer", status=2)
     assert "transformers is not installed" in said and "pip install transformers" in said
 
 
@@ -204,7 +204,7 @@ def test_the_library_plans_a_step_of_transformers(library: Path, tmp_path: Path)
     folder = there.folder / "model"
     folder.mkdir()
     written(folder, PUBLISHED["Qwen3-0.6B"][0])
-    words = ("plan", "--hf", "model", "--step", "transformers", "--method", "lora", "--json")
+    words = ("plan", "--hf", "model", "--trainer", "SFTTrainer", "--method", "lora", "--json")
     done = there.run("tune-adaptive", *words, "--gpu", "4090", timeout=300)
     assert json.loads(done.stdout)["verdict"] == "FITS", done.stderr
 

@@ -47,7 +47,7 @@ def test_each_method_is_a_config_that_can_be_planned(
     [
         (
             {"architectures": ["Qwen9ForCausalLM"]},
-            "'Qwen9ForCausalLM' is not an architecture .* --step transformers",
+            "'Qwen9ForCausalLM' is not an architecture .* --trainer SFTTrainer",
         ),
         ({"architectures": None}, "'no architecture' is not an architecture"),
         (

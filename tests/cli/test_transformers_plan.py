@@ -1,4 +1,4 @@
-"""``plan --step transformers``: settings in the trainers' words, and the answer; nothing is traced."""
+"""``plan --trainer``: settings in the trainers' words, and the answer; nothing is traced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 
 def asked(folder: Path, *words: str) -> argparse.Namespace:
-    line = ["--hf", str(folder), "--step", "transformers", *words]
+    line = ["--hf", str(folder), "--trainer", "SFTTrainer", *words]
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return parsed(parser, line)
@@ -45,7 +45,7 @@ def test_settings_are_the_trainers_own(
     tmp_path: Path, steps: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = written(tmp_path, LLAMA_1B)
-    words = ("trainer=DPOTrainer", "dtype=bfloat16", "target_modules=q_proj,v_proj", "r=16")
+    words = ("--trainer", "DPOTrainer", "dtype=bfloat16", "target_modules=q_proj,v_proj", "r=16")
     words += ("per_device_train_batch_size=4", "gradient_checkpointing=false", "optim=sgd")
     options = ("--method", "lora", "--gpu", "2xa100-80gb", "--seq-len", "512")
     assert plan_command(asked(folder, *options, *words)) == 0
@@ -64,11 +64,12 @@ def test_settings_are_the_trainers_own(
 
 def test_trainers_have_their_own_defaults(tmp_path: Path, steps: Any) -> None:
     folder = written(tmp_path, LLAMA_1B)
-    for words in ((), ("trainer=Trainer",), ("trainer=Trainer", "bf16=true")):
+    plain = ("--trainer", "Trainer")
+    for words in ((), plain, (*plain, "bf16=true")):
         plan_command(asked(folder, *words))
-    sft, plain, half = (step for step, _ in steps)
+    sft, full, half = (step for step, _ in steps)
     assert sft.trainer == "SFTTrainer" and sft.bf16 and sft.gradient_checkpointing
-    assert not plain.bf16 and not plain.gradient_checkpointing
+    assert not full.bf16 and not full.gradient_checkpointing
     assert half.bf16
 
 
@@ -84,9 +85,9 @@ def test_json_and_status(tmp_path: Path, steps: Any, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["batch_size=4"], "'batch_size=4' is not a setting of this step. Write one of trainer, "),
+        (["batch_size=4"], "'batch_size=4' is not a setting of this step. Write one of "),
         (["lora_rank"], "'lora_rank' is not an override"),
-        (["trainer=GRPOTrainer"], "trainer: 'GRPOTrainer' must be one of"),
+        (["trainer=DPOTrainer"], "'trainer=DPOTrainer' is not a setting of this step"),
         (["--method", "qlora"], "bitsandbytes' 4-bit weights cannot be traced"),
         (["--fastest"], "--fastest: True is not for this step"),
         (["--tokens", "5M"], "--tokens: '5M' is not for this step"),
@@ -109,15 +110,15 @@ def test_other_plans_say_whose_step_it_is(
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     plan_command(parsed(parser, ["--hf", str(written(tmp_path, LLAMA_1B))]))
-    assert "assumed: step: torchtune's; --step transformers plans" in capsys.readouterr().err
+    assert "assumed: step: torchtune's; --trainer plans" in capsys.readouterr().err
     plan_command(parsed(parser, ["llama3_1/8B_full"]))
-    assert "--step transformers" not in capsys.readouterr().err, "a config is torchtune's"
+    assert "--trainer" not in capsys.readouterr().err, "a config is torchtune's"
 
 
 def test_it_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    assert plan_command(parsed(parser, ["tiny/full", "--step", "transformers"])) == 2
-    assert "--step: 'transformers' is for --hf" in capsys.readouterr().err
-    assert plan_command(parsed(parser, ["--hf", "/no", "--step", "transformers"])) == 2
+    assert plan_command(parsed(parser, ["tiny/full", "--trainer", "SFTTrainer"])) == 2
+    assert "--trainer: 'SFTTrainer' is for --hf" in capsys.readouterr().err
+    assert plan_command(parsed(parser, ["--hf", "/no", "--trainer", "SFTTrainer"])) == 2
     assert "has no config.json that can be read" in capsys.readouterr().err

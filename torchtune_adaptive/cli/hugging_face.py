@@ -128,7 +128,7 @@ def _model(about: Mapping[str, Any], folder: str) -> tuple[str, str, dict[str, A
     if architecture not in _BUILDERS:
         reason = "is not an architecture that can be planned from config.json"
         remedy = (
-            "Add --step transformers, which plans any causal language model (pip install transformers), or "
+            "Add --trainer SFTTrainer, which plans any causal language model (pip install transformers), or "
             f"use one of {', '.join(_BUILDERS)}"
         )
         raise ConfigError("--hf", architecture, reason, remedy)

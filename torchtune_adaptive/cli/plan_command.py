@@ -45,9 +45,7 @@ from torchtune_adaptive.recipe import (
 )
 
 _LENGTHS = ("max_seq_len", "max_length", "seq_len")
-_WHOSE_STEP = (
-    "step: torchtune's; --step transformers plans that of transformers' Trainer and of TRL's"
-)
+_WHOSE_STEP = "step: torchtune's; --trainer plans that of transformers' Trainer and of TRL's"
 
 
 def plan_config(

@@ -37,7 +37,7 @@ examples:
     tune-adaptive plan llama3_1/8B_qlora_single_device --compare 4090,a6000,h100
     tune-adaptive plan llama3_1/8B_full --nproc 8 --gpu h100 --fastest
   a model of the Hub, by its config.json, as TRL trains it:
-    tune-adaptive plan --hf DIR --step transformers --method lora --gpu 4090
+    tune-adaptive plan --hf DIR --trainer SFTTrainer --method lora --gpu 4090
 """
 
 
@@ -50,17 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_model_folder,
         metavar="DIR",
         help="instead of a config: a folder with the config.json of a Hugging Face model, or that file "
-        "(Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3; with --step transformers any causal language model)",
+        "(Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3; with --trainer SFTTrainer any causal language model)",
     )
     add(
-        "--step",
-        choices=("torchtune", "transformers"),
+        "--trainer",
+        choices=("torchtune", "Trainer", "SFTTrainer", "DPOTrainer"),
         default="torchtune",
-        help="whose training step is planned of a --hf model: torchtune's, or that of transformers' Trainer "
-        "and TRL's SFTTrainer and DPOTrainer, whose settings are then the overrides, e.g. trainer=DPOTrainer "
+        help="the training step to plan for a --hf model: torchtune's, or that of transformers' Trainer or "
+        "TRL's SFTTrainer or DPOTrainer, whose settings are then the overrides, e.g. "
         "per_device_train_batch_size=4 (default: torchtune)",
     )
-    add("--method", choices=METHODS, help="what is trained of a --hf model (default: full)")
+    add("--method", choices=METHODS, help="parameters to train of a --hf model (default: full)")
     nproc = ("--nproc", "--nproc_per_node", "--nproc-per-node")
     add(*nproc, type=int, metavar="N", help="number of GPUs (default: 1)")
     device = parser.add_mutually_exclusive_group()
@@ -165,11 +165,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     ranks, gpu = _gpus(arguments.nproc, gpu, nodes)
     if arguments.seq_len is not None and arguments.seq_len < 2:
         raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
-    if arguments.step == "transformers":
+    if arguments.trainer != "torchtune":
         if not arguments.hf:
-            raise ConfigError("--step", "transformers", "is for --hf", "Give the folder of a model")
+            remedy = "Give the folder of a model"
+            raise ConfigError("--trainer", arguments.trainer, "is for --hf", remedy)
         return EXIT_STATUS[plan_transformers(arguments, ranks, gpu, memory)]
-    require_recipes("plan without --step transformers")
+    require_recipes("plan without --trainer")
     from torchtune_adaptive.cli.plan_command import plan_config
 
     return EXIT_STATUS[plan_config(arguments, ranks, gpu, memory, machine)]

@@ -1,4 +1,4 @@
-"""``plan --hf DIR --step transformers``: the step of transformers' Trainer or of TRL's, in their words."""
+"""``plan --hf DIR --trainer NAME``: the step of transformers' Trainer or of TRL's, in their words."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.library import Plan, TransformersStep
 
 _HEADROOM = 0.05
-_NOT_SETTINGS = ("folder", "lora", "ranks")
+_NOT_SETTINGS = ("folder", "lora", "ranks", "trainer")
 """Fields of a step that options give."""
 _UNUSED = ("compare", "plot", "fastest", "may_change", "tokens", "price")
 """Options that this step has no answer to."""
@@ -67,7 +67,7 @@ def _step(arguments: argparse.Namespace, ranks: int) -> TransformersStep:
     from torchtune_adaptive.library import TransformersStep
 
     known = [one.name for one in fields(TransformersStep) if one.name not in _NOT_SETTINGS]
-    settings = _settings(arguments.words, known)
+    settings = {"trainer": arguments.trainer, **_settings(arguments.words, known)}
     if arguments.seq_len:
         settings["max_length"] = arguments.seq_len
     method: Method = arguments.method or "full"
@@ -76,7 +76,7 @@ def _step(arguments: argparse.Namespace, ranks: int) -> TransformersStep:
             "--method qlora: bitsandbytes' 4-bit weights cannot be traced for this step. Plan --method lora "
             "with dtype=bfloat16, which takes more, or torchtune's step."
         )
-    if settings.get("trainer") == "Trainer":  # whose defaults differ
+    if arguments.trainer == "Trainer":  # whose defaults differ
         settings = {"bf16": False, "gradient_checkpointing": False, **settings}
     return TransformersStep(
         folder=str(arguments.hf), ranks=ranks, lora=method == "lora", **settings
