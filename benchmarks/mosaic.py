@@ -179,7 +179,7 @@ def traced(name: str, length: int, checkpointed: bool, accumulation: int) -> lis
         build=partial(build, name, length, checkpointed),
         optimizer=optimizer,
         forward=forward,
-        batch=partial(batch, length),
+        worst_case=partial(batch, length),
         ranks=RANKS,
         max_grad_norm=1.0,
         asked=Question(DeviceLimits("any", 1 << 40), None, 1, accumulation),

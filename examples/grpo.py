@@ -30,7 +30,7 @@ def train(disturbed: bool, known: list[int] | None = None) -> tuple[list[int], l
         fully_shard(part)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
 
-    def generation(batch: dict) -> torch.Tensor:
+    def answer(batch: dict) -> torch.Tensor:
         def sampled(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # Gumbel's trick
             seeds = (int(seed) * NEW + tokens.size(1) for seed in batch["seed"])
             at = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -55,10 +55,10 @@ def train(disturbed: bool, known: list[int] | None = None) -> tuple[list[int], l
         return {"tokens": tokens, "old": zeros, "advantage": zeros[:, 0]}
 
     step = AdaptiveStep(policy, optimizer, forward, memory_limit="8MiB", max_grad_norm=1.0)
-    generate = step.forward_only(generation, worst=lambda n: collate(prompts(0)[:n]), gathers=True)
-    score = step.forward_only(scoring, worst=lambda n: worst(n)["tokens"])
+    generate = step.forward_only(answer, worst_case=lambda n: collate(prompts(0)[:n]), gathers=True)
+    score = step.forward_only(scoring, worst_case=lambda n: worst(n)["tokens"])
     phases = (generate, score, None)  # None is training
-    sizes = known or [find_batch_size(step, worst, phase=one, ceiling=ROWS) for one in phases]
+    sizes = known or [find_batch_size(step, worst, phase=p, ceiling=ROWS) for p in phases]
     norms = []
     for rollout in range(3):
         with less_memory(step, 5 << 19, disturbed and (rollout, dist.get_rank()) == (1, 0)):

@@ -40,13 +40,13 @@ args = GRPOConfig(
     disable_tqdm=True,
     use_cpu=on_cpu,
 )
-trainer = adaptive(GRPOTrainer)(
+# A CPU has no limit of its own that a search could find.
+options = Adaptive(memory_limit="16MiB" if on_cpu and not name else None)
+trainer = adaptive(GRPOTrainer, options)(
     name or tiny.llama(),
     digits,
     args=args,
     train_dataset=tiny.sums(512, answered=False),
     processing_class=None if name else tiny.tokenizer(),
-    # A CPU has no limit of its own that a search could find.
-    adaptive=Adaptive(memory_limit="16MiB" if on_cpu and not name else None),
 )
 trainer.train()

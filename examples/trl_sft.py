@@ -34,11 +34,10 @@ args = SFTConfig(
 )
 # A CPU has no limit of its own that a search could find.
 options = Adaptive(memory_limit="16MiB" if on_cpu and not name else None)
-trainer = adaptive(SFTTrainer)(
+trainer = adaptive(SFTTrainer, options)(
     name or tiny.llama(),
     args=args,
     train_dataset=tiny.sums(512),
     processing_class=None if name else tiny.tokenizer(),
-    adaptive=options,
 )
 trainer.train()

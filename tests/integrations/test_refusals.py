@@ -146,14 +146,17 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "ceiling": ({"ceiling": 0}, "ceiling: 0 must be a whole number, 1 or more"),
     "headroom": ({"headroom": 1.5}, "headroom: 1.5 must be a share"),
     "grow_back_after": ({"grow_back_after": 0}, "grow_back_after: 0 must be a whole number"),
-    "search": ({"search": "no"}, "search: 'no' must be one of: True, False"),
-    "tokens": ({"tokens": 4096}, "tokens: 4096 must be one of: True, False"),
+    "search": (
+        {"search": "no"},
+        "search: 'no' must be one of: 'extrapolate', 'bisect', 'halve', False",
+    ),
+    "token_budget": ({"token_budget": 4096}, "token_budget: 4096 must be one of: True, False"),
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_is_refused_when_it_is_made(name: str) -> None:
-    Adaptive(memory_limit="24GiB", ceiling=8, headroom=0, grow_back_after=None, search=False)
+    Adaptive(memory_limit="24GiB", ceiling=8, headroom=0, grow_back_after="never", search=False)
     options, message = OPTIONS[name]
     with pytest.raises(UsageError) as error:
         Adaptive(**options)
@@ -180,7 +183,9 @@ OF_ROLLOUTS: dict[str, dict[str, Any]] = {
         "args": {"use_liger_kernel": True},
         "compute_liger_loss": len,
     },
-    "tokens: completions that were generated together": {"adaptive": Adaptive(tokens=True)},
+    "token_budget: completions that were generated together": {
+        "adaptive": Adaptive(token_budget=True)
+    },
 }
 
 

@@ -170,7 +170,7 @@ def relieved(way: str) -> list[Any]:
         return model
 
     relief = (switch(True), switch(False))
-    run, memory = failing(way, wrap=wrapped, relief=relief, grow_back_after=2)
+    run, memory = failing(way, wrap=wrapped, activation_checkpointing=relief, grow_back_after=2)
     seen: list[Any] = []
     for number in range(5):
         with memory.fail_at(9 if number == 1 and run.step.ranks.is_zero else None):
@@ -196,10 +196,10 @@ def test_all_ranks_checkpoint_alike() -> None:
 
 
 class TestMisuse:
-    @pytest.mark.parametrize("relief", [3, (print,), (print, 3), print, [print, print]])
-    def test_relief(self, relief: Any) -> None:
-        with pytest.raises(UsageError, match=r"^relief: .* is not two functions"):
-            Trained("alone", relief=relief)
+    @pytest.mark.parametrize("functions", [3, (print,), (print, 3), print, [print, print]])
+    def test_activation_checkpointing(self, functions: Any) -> None:
+        with pytest.raises(UsageError, match=r"^activation_checkpointing: .* is not two functions"):
+            Trained("alone", activation_checkpointing=functions)
 
     def test_restore(self) -> None:
         with pytest.raises(UsageError, match=r"^restore: 3 is not a function"):

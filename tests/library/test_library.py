@@ -25,19 +25,20 @@ from torchtune_adaptive.library import planning
 
 SIGNATURES = {
     "AdaptiveStep": "(model, optimizer, forward, *, optimizer_steps=True, max_grad_norm=None, scaler=None, "
-    "memory_limit=None, grow_back_after=100, measure_noise=False, relief=None, restore=None, frozen=(), "
+    "memory_limit=None, grow_back_after=100, measure_noise=False, activation_checkpointing=None, "
+    "restore=None, frozen=(), "
     "compiled=None, context_mesh=None, wait_for_memory=0.0, timeout=None)",
     "AdaptiveStep.__call__": "(self, rows, collate, size, lengths=None, groups=None)",
     "AdaptiveStep.collective": "(self, launch, *arguments, **named)",
-    "AdaptiveStep.forward_only": "(self, work, *, name=None, worst=None, gathers=False)",
+    "AdaptiveStep.forward_only": "(self, work, *, name=None, worst_case=None, gathers=False)",
     "AdaptiveStep.state_dict": "(self)",
     "AdaptiveStep.load_state_dict": "(self, state)",
     "ForwardOnly.__call__": "(self, rows, collate, size, lengths=None, groups=None)",
     "ForwardOnly.state_dict": "(self)",
     "ForwardOnly.load_state_dict": "(self, state)",
-    "find_batch_size": "(step, batch, *, phase=None, ceiling=16384, accumulation=1, rounding='power_of_two', "
-    "search='extrapolate', headroom=0.05)",
-    "plan_batch_size": "(build, *, optimizer, forward, batch, gpu='h100-80gb', memory=None, ranks=1, "
+    "find_batch_size": "(step, worst_case, *, phase=None, ceiling=16384, accumulation=1, "
+    "rounding='power_of_two', search='extrapolate', headroom=0.05)",
+    "plan_batch_size": "(build, *, optimizer, forward, worst_case, gpu='h100-80gb', memory=None, ranks=1, "
     "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, "
     "length=1, timeout=600.0)",
     "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None)",
@@ -178,7 +179,7 @@ class TestMisuse:
         ("name", "value"),
         [
             *(("step", value) for value in (None, 3)),
-            *(("batch", value) for value in (None, 3)),
+            *(("worst_case", value) for value in (None, 3)),
             *(("ceiling", value) for value in (0, -1, 2.5, None, 10**400)),
             *(("accumulation", value) for value in (0, -1, 1.5, "2")),
             *(("rounding", value) for value in ("x", None, [])),
@@ -189,7 +190,7 @@ class TestMisuse:
     def test_an_argument_of_a_search(self, name: str, value: Any) -> None:
         step = Trained("alone", memory_limit="1MiB").step
         batch = lambda rows: collate(rows_of(rows))  # noqa: E731
-        refuses(name, find_batch_size, **{"step": step, "batch": batch, name: value})
+        refuses(name, find_batch_size, **{"step": step, "worst_case": batch, name: value})
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -266,7 +267,7 @@ class TestMisuse:
 
     def test_too_few_rows(self) -> None:
         run = Trained("alone", memory_limit="1MiB")
-        with pytest.raises(UsageError, match=r"batch: batch\(\d+\) has 24 numbers"):
+        with pytest.raises(UsageError, match=r"worst_case: worst_case\(\d+\) has 24 numbers"):
             find_batch_size(run.step, lambda rows: collate(rows_of(min(rows, 3))))
 
     def test_a_cpu_without_a_limit(self) -> None:

@@ -87,7 +87,7 @@ def planned(**changes: Any) -> Plan:
         "build": partial(build, sharded=False),
         "optimizer": adam,
         "forward": forward,
-        "batch": batch,
+        "worst_case": batch,
         "gpu": "cpu",
         "memory": MEMORY,
         "headroom": 0.0,
@@ -215,7 +215,7 @@ def test_misuse_is_refused_at_once(changes: dict[str, Any], why: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"batch": two_rows_at_most}, "batch: .* so it has too few rows"),
+        ({"worst_case": two_rows_at_most}, "worst_case: .* so it has too few rows"),
         ({"ranks": 2}, "there are 2 ranks, but nothing reduces its gradients"),
         ({"build": partial(build, sharded=False, width="x")}, "build: it failed on the meta"),
     ],

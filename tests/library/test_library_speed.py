@@ -77,7 +77,7 @@ def batch(rows: int) -> dict[str, torch.Tensor]:
 
 
 def planned(build: Any, ranks: int, **changes: Any) -> Plan:
-    settings: dict[str, Any] = {"forward": forward, "batch": batch, "ceiling": 8, "rows": ROWS}
+    settings: dict[str, Any] = {"forward": forward, "worst_case": batch, "ceiling": 8, "rows": ROWS}
     settings |= {"accumulation": ACCUMULATION, "max_grad_norm": 1.0, "length": LENGTH, **changes}
     return plan_batch_size(build, optimizer=adamw, gpu=GPU, ranks=ranks, timeout=300.0, **settings)
 

@@ -36,6 +36,15 @@ def _whole(value: Any) -> int | None:
         return None
 
 
+def whole_or_never(name: str, value: Any) -> int | None:
+    """A whole number, or None for ``"never"``."""
+    if value == "never":
+        return None
+    if _whole(value) is None:
+        raise UsageError(f"{name}: {value!r} must be a whole number, 1 or more, or 'never'.")
+    return whole(name, value)
+
+
 def seconds(name: str, value: Any) -> float:
     """A finite number, 0 or more."""
     if not _is_number(value) or not 0 <= value < math.inf:

@@ -36,7 +36,7 @@ _Module: Any = object
 
 
 def adaptive(module: Kind, options: Adaptive | None = None) -> Kind:
-    """A kind of module, trained in micro-batches of the size that fits."""
+    """A subclass of a module that is trained in micro-batches of the size that fits."""
     own = {} if options is None else {"adaptive": options}
     return type(f"Adaptive{module.__name__}", (AdaptiveModuleMixin, module), own)  # type: ignore[return-value]
 
@@ -49,11 +49,11 @@ class AdaptiveModuleMixin(_Module):
     A module may have four more attributes:
 
         adaptive: the ``Adaptive`` to use.
-        terms: function that gives the number of terms that the loss of a batch is a mean of, such as tokens;
-            by default, they are rows.
+        num_items: function that gives the number of terms that the loss of a batch is a mean of, such as
+            tokens; by default, they are rows.
         restored: names of attributes that ``training_step`` changes, such as metrics, which are set back
             before a step is done again.
-        relief: two functions that turn activation checkpointing on and off.
+        activation_checkpointing: two functions that turn it on and off.
 
     Raises:
         UsageError: when training begins, if a setting of the module or the trainer cannot be kept.

@@ -17,16 +17,17 @@ _Trainer: Any = object
 class AdaptiveMixin(_Trainer):
     """What all trainers have in common whose micro-batches have the size that fits."""
 
+    adaptive = Adaptive()
+    """The options."""
     restored: tuple[str, ...] = ("_metrics", "_total_train_tokens", "_stored_metrics")
     """Attributes that a forward pass changes; set back before a step is done again."""
     of_rollouts = False
     """Whether the rows of a step are completions that the model generates."""
 
-    def __init__(self, *args: Any, adaptive: Adaptive | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         of_trl = any(base.__module__.startswith("trl.") for base in type(self).__mro__)
         check_versions("transformers", "accelerate", *["trl"] * of_trl)
         refusals.require_known_trainer(type(self), self.of_rollouts)
-        self.adaptive = adaptive or Adaptive()
         self._adaptive_step: Any = None  # a TrainerStep; other names of its kind are TRL's
         super().__init__(*args, **kwargs)
         refusals.require_supported(self)

@@ -32,7 +32,7 @@ class ModuleStep(RowStep):
         # The mixin comes before the classes that may have these, so it has no defaults of its own.
         options, restored = getattr(module, "adaptive", Adaptive()), getattr(module, "restored", ())
         super().__init__(module, restored, options, trainer.train_dataloader, module.device)
-        self._terms_of = getattr(module, "terms", None)
+        self._terms_of = getattr(module, "num_items", None)
         self._module, self._trainer = module, trainer
         self._training_step = training_step
         self._resumed = saved
@@ -119,7 +119,10 @@ class ModuleStep(RowStep):
         [optimizer] = self._trainer.optimizers  # as automatic optimization has it
         if isinstance(optimizer, LBFGS):
             raise UsageError("optimizer: LBFGS takes several passes in a step. Use another.")
-        return self._step_of(model, optimizer, relief=getattr(self._module, "relief", None))
+        functions = getattr(self._module, "activation_checkpointing", None)
+        if not isinstance(functions, tuple):  # a flag of the module's own, say
+            functions = None
+        return self._step_of(model, optimizer, activation_checkpointing=functions)
 
     def _configured(self) -> tuple[int, int, int]:
         loader = self._loader

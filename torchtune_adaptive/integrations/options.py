@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torchtune_adaptive.common import arguments
 
@@ -18,23 +19,23 @@ class Adaptive:
     memory_limit: int | str | None = None
     """The most capacity that this process may have, such as ``"24GiB"``. A search on a CPU needs it."""
     ceiling: int | None = None
-    """The most rows in a micro-batch; by default, those of a step. With ``tokens``, of the longest rows."""
+    """The most rows in a micro-batch; by default, those of a step. With ``token_budget``, of the longest."""
     headroom: float = 0.05
     """The share of the capacity that must stay free in the search."""
-    grow_back_after: int | None = 100
-    """Steps without trouble after which a size that failed is tried again; None: never."""
-    search: bool = True
-    """Whether micro-batches have the size that a search finds before the first step; otherwise that of
-    ``per_device_train_batch_size``, until memory runs out."""
-    tokens: bool = False
+    grow_back_after: int | Literal["never"] = 100
+    """Steps without trouble after which a size that failed is tried again, or ``"never"``."""
+    search: Literal["extrapolate", "bisect", "halve", False] = "extrapolate"
+    """The search before the first step: ``extrapolate``, ``bisect`` or ``halve``, which find the same. With
+    False, micro-batches have ``per_device_train_batch_size`` rows, until memory runs out."""
+    token_budget: bool = False
     """Whether a micro-batch has as many tokens, padding included, as that size has of the longest row: more
     rows where they are shorter."""
 
     def __post_init__(self) -> None:
         arguments.memory("memory_limit", self.memory_limit)
         arguments.share("headroom", self.headroom)
-        for name in ("ceiling", "grow_back_after"):
-            if getattr(self, name) is not None:
-                arguments.whole(name, getattr(self, name))
-        for name in ("search", "tokens"):
-            arguments.one_of(name, getattr(self, name), (True, False))
+        if self.ceiling is not None:
+            arguments.whole("ceiling", self.ceiling)
+        arguments.whole_or_never("grow_back_after", self.grow_back_after)
+        arguments.one_of("search", self.search, ("extrapolate", "bisect", "halve", False))
+        arguments.one_of("token_budget", self.token_budget, (True, False))

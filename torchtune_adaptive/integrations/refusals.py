@@ -202,8 +202,8 @@ def require_supported_rollouts(trainer: Any) -> None:
             "use_liger_kernel: in this version of TRL it brings a loss of its own, which is not known not to "
             "depend on how rows are split. Leave it off, or upgrade TRL."
         )
-    if trainer.adaptive.tokens:
+    if trainer.adaptive.token_budget:
         raise UsageError(
-            "tokens: completions that were generated together are padded to the longest, so they have the "
-            "same length. Leave it off."
+            "token_budget: completions that were generated together are padded to the longest, so they have "
+            "the same length. Leave it off."
         )

@@ -171,7 +171,7 @@ class RowStep(ABC):
 
     def _lengths(self, rows: Sequence[Any]) -> list[int] | None:
         """The tokens in each row, where micro-batches are sized in them; a row may have all there may be."""
-        if not self._options.tokens:
+        if not self._options.token_budget:
             return None
         return [max(1, min(tokens_in(self._collated([row])), self._size)) for row in rows]
 
@@ -193,13 +193,13 @@ class RowStep(ABC):
         searches = options.search and step.train_step.memory.measured
         if options.search and not searches:
             self._announce(step, _NO_LIMIT)
-        if searches or options.tokens:
+        if searches or options.token_budget:
             row = self._longest()
             if searches:
                 found = self._search(step, row, ceiling, several=rows > 1)
                 self._size = int(found)
                 why = [found.why] if found < rows else []
-            if options.tokens:
+            if options.token_budget:
                 why.insert(0, f"{self._size} of the longest row")
                 self._size *= tokens_in(self._collated([row]))
         return step, f" ({', '.join(why)})" if why else ""
@@ -208,7 +208,7 @@ class RowStep(ABC):
         """Say how a step is divided."""
         assert self._step is not None
         before, _, processes = self._configured()
-        size, tokens = self._step.micro_batch or self._size, self._options.tokens
+        size, tokens = self._step.micro_batch or self._size, self._options.token_budget
         self._announce(self._step, summary(groups, size, tokens, why, before, processes))
 
     def _announce(self, step: AdaptiveStep, line: str) -> None:
@@ -239,7 +239,8 @@ class RowStep(ABC):
                 lambda rows: self._micro_batch([row] * rows),
                 ceiling=ceiling,
                 accumulation=1 + several,
-                rounding="none" if self._options.tokens else "power_of_two",
+                rounding="none" if self._options.token_budget else "power_of_two",
+                search=self._options.search or "extrapolate",
                 headroom=self._options.headroom,
             )
 

@@ -76,8 +76,8 @@ def require_supported_config(config: Any, options: Adaptive) -> None:
             "that were recorded, so a rank without memory could not complete them. Turn it off, or take "
             "'model' out of compile.components."
         )
-    if options.tokens:
-        raise UsageError("tokens: rows of torchtitan have the same length. Leave it off.")
+    if options.token_budget:
+        raise UsageError("token_budget: rows of torchtitan have the same length. Leave it off.")
 
 
 def require_known_trainer(trainer: Any) -> None:

@@ -141,9 +141,9 @@ class TrainerStep(RowStep):
                 "neither rows nor labels, so it follows how rows are put together. Divide a sum over them by "
                 "num_items_in_batch, in compute_loss_func, or use the plain trainer."
             )
-        if terms.of_labels and self._options.tokens:
+        if terms.of_labels and self._options.token_budget:
             raise UsageError(
-                f"tokens: the loss of {model} is a mean over the labels of a batch, so the rows of a "
+                f"token_budget: the loss of {model} is a mean over the labels of a batch, so the rows of a "
                 "micro-batch are of one batch, whatever their length. Leave it off."
             )
         return terms
@@ -168,7 +168,7 @@ class TrainerStep(RowStep):
             for batch in batches
             for terms in [self._terms.number(batch.inputs, len(batch.rows))] * len(batch.rows)
         ]
-        if self._options.tokens:
+        if self._options.token_budget:
             return None  # rows of similar length go together, of whichever batch
         return self._terms.groups([len(batch.rows) for batch in batches])
 
@@ -210,7 +210,7 @@ class TrainerStep(RowStep):
         return self._step_of(
             self._model,
             trainer.optimizer,
-            relief=_checkpointing(trainer),
+            activation_checkpointing=_checkpointing(trainer),
             frozen=() if reference is None else (reference,),
         )
 

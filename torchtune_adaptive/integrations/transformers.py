@@ -20,6 +20,7 @@ from unittest import mock
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import refusals
 from torchtune_adaptive.integrations.mixin import AdaptiveMixin
+from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows
 from torchtune_adaptive.integrations.trainer_step import TrainerStep
 from torchtune_adaptive.integrations.trl import AdaptiveRolloutMixin
@@ -30,15 +31,13 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind", bound=type)
 
 
-def adaptive(trainer: Kind) -> Kind:
-    """A kind of trainer, with micro-batches of the size that fits.
-
-    Its constructor takes one more argument, ``adaptive``, with the ``Adaptive`` to use.
-    """
+def adaptive(trainer: Kind, options: Adaptive | None = None) -> Kind:
+    """A subclass of a trainer that finds its micro-batch size, and retries steps that run out of memory."""
     mixin: type = AdaptiveTrainerMixin
     if refusals.generates(trainer):
         mixin = AdaptiveRolloutMixin
-    return type(f"Adaptive{trainer.__name__}", (mixin, trainer), {})  # type: ignore[return-value]
+    own = {} if options is None else {"adaptive": options}
+    return type(f"Adaptive{trainer.__name__}", (mixin, trainer), own)  # type: ignore[return-value]
 
 
 class AdaptiveTrainerMixin(AdaptiveMixin):

@@ -28,13 +28,13 @@ class ForwardOnly:
         step: TrainStep,
         work: Callable[[Any], Any],
         name: str,
-        worst: Callable[[int], Any] | None,
+        worst_case: Callable[[int], Any] | None,
         gathers: bool,
         agreed: Callable[..., tuple[int, Division]],
         grow_back_after: int | None,
     ) -> None:
         self.step = step
-        self.worst = worst
+        self.worst_case = worst_case
         self._work = work
         self._agreed = agreed
         self._grow_back_after = grow_back_after

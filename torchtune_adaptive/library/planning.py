@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 _AS_WRITTEN = "compile: predicted as if nothing were compiled, which takes more (overestimates)"
 _ANY_LENGTH = 1
-"""Length that stands for rows as long as ``batch`` makes them."""
+"""Length that stands for rows as long as ``worst_case`` makes them."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class StepQuestion:
     build: Callable[[], nn.Module]
     optimizer: Callable[[Iterator[nn.Parameter]], Optimizer]
     forward: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
-    batch: Callable[[int], Any]
+    worst_case: Callable[[int], Any]
     ranks: int
     max_grad_norm: float | None
     asked: Question
@@ -95,7 +95,7 @@ def plan_batch_size(
     *,
     optimizer: Callable[[Iterator[nn.Parameter]], Optimizer],
     forward: Callable[[nn.Module, Any], tuple[torch.Tensor, int]],
-    batch: Callable[[int], Any],
+    worst_case: Callable[[int], Any],
     gpu: str = "h100-80gb",
     memory: int | str | None = None,
     ranks: int = 1,
@@ -120,7 +120,8 @@ def plan_batch_size(
         optimizer: function called with the model's parameters.
         forward: function called with the model and a micro-batch; returns the loss, summed, and the number of
             terms.
-        batch: function that makes a micro-batch of so many rows on the host: the worst case.
+        worst_case: function that makes a micro-batch of so many rows on the host, each as long as the data
+            can make it.
         gpu: the GPU, by a name that ``tune-adaptive plan --list-gpus`` shows; ``"cpu"`` is the device that
             ``AdaptiveStep(memory_limit=...)`` simulates.
         memory: the capacity of one process, such as ``"24GiB"``, if it is not that of the GPU.
@@ -137,7 +138,12 @@ def plan_batch_size(
         UsageError: the arguments do not work together.
         NoPrediction: the step cannot be traced; the message says why.
     """
-    functions = {"build": build, "optimizer": optimizer, "forward": forward, "batch": batch}
+    functions = {
+        "build": build,
+        "optimizer": optimizer,
+        "forward": forward,
+        "worst_case": worst_case,
+    }
     for name, function in functions.items():
         _require_importable(name, function)
     ranks, ceiling = arguments.whole("ranks", ranks), arguments.whole("ceiling", ceiling)
@@ -169,7 +175,7 @@ def plan_batch_size(
         build=build,
         optimizer=optimizer,
         forward=forward,
-        batch=batch,
+        worst_case=worst_case,
         ranks=ranks,
         max_grad_norm=max_grad_norm,
         asked=Question(
@@ -259,7 +265,7 @@ class _ModelTracer(StepTracer):
         _only_wrap()
         if not self.recorder.simulated:
             _refuse_autocast()
-        self._batch = CheckedBatch(question.batch)
+        self._batch = CheckedBatch(question.worst_case)
         self._accumulation = min(question.asked.micro_batches, 2)  # later ones are like the second
         model = self._built(question.build)
         with self.tracing():

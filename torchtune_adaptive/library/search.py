@@ -44,7 +44,7 @@ class BatchSize(int):
 
 def find_batch_size(
     step: AdaptiveStep,
-    batch: Callable[[int], Any],
+    worst_case: Callable[[int], Any],
     *,
     phase: ForwardOnly | None = None,
     ceiling: int = 1 << 14,
@@ -55,13 +55,13 @@ def find_batch_size(
 ) -> BatchSize:
     """Find the largest micro-batch that fits on every rank, and leave no trace.
 
-    Each trial takes the whole step on ``batch(rows)``: forward, backward, clipping and the optimizer.
+    Each trial takes the whole step on ``worst_case(rows)``: forward, backward, clipping and the optimizer.
     Afterward, parameters, buffers, optimizer state and random numbers are what they were, bit for bit.
 
     Args:
         step: the step that training will take.
-        batch: function that makes a micro-batch of so many rows on the host, each as long as the data can
-            make it: the worst case.
+        worst_case: function that makes a micro-batch of so many rows on the host, each as long as the data
+            can make it.
         phase: what to find the size of in place of training: what ``step.forward_only`` made. The optimizer's
             state is in memory meanwhile.
         ceiling: the largest size to try; no more than there are rows in a step.
@@ -72,12 +72,12 @@ def find_batch_size(
 
     Raises:
         NothingFits: not even one row.
-        UsageError: an argument is not valid, ``batch`` makes too few rows, ``forward`` returns a mean, or
-            there is no limit to find.
+        UsageError: an argument is not valid, ``worst_case`` makes too few rows, ``forward`` returns a mean,
+            or there is no limit to find.
     """
     if not isinstance(step, AdaptiveStep):
         raise UsageError(f"step: a {type(step).__name__} is not an AdaptiveStep.")
-    arguments.function("batch", batch)
+    arguments.function("worst_case", worst_case)
     if phase is not None and (
         not isinstance(phase, ForwardOnly) or phase.step is not step.train_step
     ):
@@ -93,8 +93,8 @@ def find_batch_size(
             "memory_limit: a CPU has no memory of its own that a search could find the limit of. Pass "
             "AdaptiveStep(..., memory_limit='1GiB'), say."
         )
-    worst = CheckedBatch(batch)
-    of_phase = CheckedBatch(phase.worst) if phase is not None and phase.worst else worst
+    worst = CheckedBatch(worst_case)
+    of_phase = CheckedBatch(phase.worst_case) if phase is not None and phase.worst_case else worst
     objective = step.objective
     objective.begins = True
     probe = Probe(
@@ -147,13 +147,15 @@ class CheckedBatch:
         if not self._one:
             self._one = found if rows == 1 else checks.elements(self._batch(1))
         if not sum(self._one):
-            raise UsageError(f"batch: batch({rows}) has no tensors, so its rows cannot be counted.")
+            raise UsageError(
+                f"worst_case: worst_case({rows}) has no tensors, so its rows cannot be counted."
+            )
         each = zip(found, self._one, strict=False)
         grows = len(found) == len(self._one) and any(n >= rows * one > 0 for n, one in each)
         if not grows and sum(found) < rows * sum(self._one):
             raise UsageError(
-                f"batch: batch({rows}) has {sum(found)} numbers in its tensors and batch(1) has "
-                f"{sum(self._one)}, so it has too few rows. Repeat or generate rows, so that there are "
+                f"worst_case: worst_case({rows}) has {sum(found)} numbers in its tensors and worst_case(1) "
+                f"has {sum(self._one)}, so it has too few rows. Repeat or generate rows, so that there are "
                 f"{rows}, all of full length."
             )
         return made

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -74,7 +74,7 @@ class AdaptiveStep:
     split never changes the math.
 
         step = AdaptiveStep(model, optimizer, forward=summed_loss)
-        size = find_batch_size(step, batch=worst_case)
+        size = find_batch_size(step, worst_case)
         for rows in steps_of(data, size):
             outcome = step(rows, collate, size)
 
@@ -91,10 +91,10 @@ class AdaptiveStep:
         scaler: the scaler of losses against underflow in float16; it is kept up to date.
         memory_limit: the most capacity that this process may have, such as ``"24GiB"``. On a CPU, the tensors
             of a step are counted against it.
-        grow_back_after: steps without trouble after which a size that failed is tried again; None: never.
+        grow_back_after: steps without trouble after which a size that failed is tried again, or ``"never"``.
         measure_noise: whether to measure gradient noise, by one more norm of each micro-batch's gradient.
-        relief: two functions that turn activation checkpointing on and off. When memory runs out, a step is
-            done again with it, which changes no bit, before micro-batches get smaller.
+        activation_checkpointing: two functions that turn it on and off. When memory runs out, a step is done
+            again with it, which changes no bit, before micro-batches get smaller.
         restore: function called before a step is done again and after a search: it sets back what ``forward``
             has changed on the host, such as sums of metrics.
         frozen: sharded models that ``forward`` runs besides, such as a teacher.
@@ -120,9 +120,9 @@ class AdaptiveStep:
         max_grad_norm: float | None = None,
         scaler: GradScaler | None = None,
         memory_limit: int | str | None = None,
-        grow_back_after: int | None = 100,
+        grow_back_after: int | Literal["never"] = 100,
         measure_noise: bool = False,
-        relief: tuple[Callable[[], Any], Callable[[], Any]] | None = None,
+        activation_checkpointing: tuple[Callable[[], Any], Callable[[], Any]] | None = None,
         restore: Callable[[], Any] | None = None,
         frozen: Sequence[nn.Module] = (),
         compiled: bool | None = None,
@@ -139,8 +139,7 @@ class AdaptiveStep:
         TrainStep.require_no_graphs("forward", forward)
         arguments.norm("max_grad_norm", max_grad_norm)
         arguments.seconds("wait_for_memory", wait_for_memory)
-        if grow_back_after is not None:
-            grow_back_after = arguments.whole("grow_back_after", grow_back_after)
+        calm_steps = arguments.whole_or_never("grow_back_after", grow_back_after)
         if not isinstance(scaler, GradScaler | None):
             raise UsageError(f"scaler: {scaler!r} is not a torch.amp.GradScaler.")
         if timeout is not None and arguments.seconds("timeout", timeout) == 0:
@@ -171,7 +170,7 @@ class AdaptiveStep:
             options=StepOptions(
                 compiled=self.compiled,
                 optimizer_steps=optimizer_steps,
-                switches=_relieving(relief),
+                switches=_relieving(activation_checkpointing),
                 clip_grad_norm=max_grad_norm,
                 measure_noise=measure_noise,
                 scaler=scaler,
@@ -185,7 +184,7 @@ class AdaptiveStep:
             ),
             wait_for_memory=wait_for_memory,
         )
-        self._grow_back_after = grow_back_after
+        self._grow_back_after = calm_steps
         self._size = 0
         self.steps = 0
         """Steps taken."""
@@ -274,7 +273,7 @@ class AdaptiveStep:
         work: Callable[[Any], Any],
         *,
         name: str | None = None,
-        worst: Callable[[int], Any] | None = None,
+        worst_case: Callable[[int], Any] | None = None,
         gathers: bool = False,
     ) -> ForwardOnly:
         """Make a phase of its own of what runs without gradients between steps: scoring, generating, ...
@@ -287,17 +286,17 @@ class AdaptiveStep:
             work: function of a micro-batch on the device. Returns a tensor or a list with one result for each
                 row; the model is in evaluation mode, and no gradients are computed.
             name: the name in messages; by default, that of the function.
-            worst: function that makes its largest micro-batch of so many rows, on the host; by default, the
-                one that ``find_batch_size`` is given.
+            worst_case: function that makes its largest micro-batch of so many rows, on the host; by default,
+                the one that ``find_batch_size`` is given.
             gathers: whether each rank gets all parameters of a sharded model first. Then ``work`` may do
                 something else on each rank, such as generating until its rows have stopped.
         """
         arguments.function("work", work)
-        if worst is not None:
-            arguments.function("worst", worst)
+        if worst_case is not None:
+            arguments.function("worst_case", worst_case)
         name = name or getattr(work, "__name__", "forward_only").strip("<>_")
         step, grow_back_after = self.train_step, self._grow_back_after
-        return ForwardOnly(step, work, name, worst, gathers, self._agreed, grow_back_after)
+        return ForwardOnly(step, work, name, worst_case, gathers, self._agreed, grow_back_after)
 
     def _agreed(
         self,
@@ -388,16 +387,16 @@ class AdaptiveStep:
         self._runner.load_state_dict(state)
 
 
-def _relieving(relief: Any) -> Switches:
+def _relieving(functions: Any) -> Switches:
     """The switch of activation checkpointing that the caller's two functions make."""
-    if relief is None:
+    if functions is None:
         return Switches()
-    if not isinstance(relief, tuple) or len(relief) != 2 or not all(map(callable, relief)):
+    if not isinstance(functions, tuple) or len(functions) != 2 or not all(map(callable, functions)):
         raise UsageError(
-            f"relief: {relief!r} is not two functions, one that turns activation checkpointing on, and one "
+            f"activation_checkpointing: {functions!r} is not two functions, one that turns it on, and one "
             "that turns it off."
         )
-    on, off = relief
+    on, off = functions
     setter = lambda value: on() if value == "all" else off()  # noqa: E731
     return _Relief({knobs.CHECKPOINT: setter}, knobs.Choice({knobs.CHECKPOINT: "none"}))
 

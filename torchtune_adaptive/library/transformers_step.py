@@ -151,7 +151,7 @@ class TransformersStep:
             self._build,
             optimizer=self._optimizer,
             forward=self._forward,  # type: ignore[arg-type]  # a share of the loss, which does as well
-            batch=self._batch,
+            worst_case=self._batch,
             ranks=self.ranks,
             rows=self.per_device_train_batch_size,
             accumulation=self.gradient_accumulation_steps,

@@ -48,7 +48,7 @@ class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
     def validation_step(self, batch: Any) -> None:
         self.log("val_loss", self.model(**batch).loss)
 
-    def terms(self, batch: Any) -> int:
+    def num_items(self, batch: Any) -> int:
         return int((batch["labels"][:, 1:] != -100).sum())
 
     def configure_optimizers(self) -> Any:
@@ -164,7 +164,7 @@ def compare(settings: dict[str, Any]) -> dict[str, Any]:
     equal = fit(AS_CONFIGURED, **settings)
     searched = fit(SEARCHING, **settings)
     lost = fit(AS_CONFIGURED, Loss(), **settings)
-    budget = fit(replace(AS_CONFIGURED, tokens=True), **settings)
+    budget = fit(replace(AS_CONFIGURED, token_budget=True), **settings)
     accumulated = settings.get("accumulate_grad_batches", 1) > 1
     names = [name for name in SEEN if not (accumulated and name in ("loss", "val_loss"))]
     if not accumulated:
@@ -213,7 +213,7 @@ def compare_on_ranks(way: str) -> dict[str, Any]:
         return fit(*args, **settings | named, devices=2, accumulate_grad_batches=2, data=tokens(64))
 
     plain = once(None)
-    ours = [once(AS_CONFIGURED), once(SEARCHING), once(replace(SEARCHING, tokens=True))]
+    ours = [once(AS_CONFIGURED), once(SEARCHING), once(replace(SEARCHING, token_budget=True))]
     ours += [once(AS_CONFIGURED, Loss(1 + on, on)) for on in (0, 1)]
     assert dist.get_world_size() == 2
     return {

@@ -266,7 +266,7 @@ def test_a_loss_of_the_users_own(name: str) -> None:
 
 def of_tokens(name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        options = Adaptive(memory_limit="64MiB", tokens=True)
+        options = Adaptive(memory_limit="64MiB", token_budget=True)
         trainer = make("trainer", options, folder, **settings_for(name, 4))
         with pytest.raises(UsageError) as error:
             trainer.train()

@@ -62,7 +62,7 @@ def of_trainers(folder: str) -> dict[str, Seen]:
         "searched": (FOR_FOUR, evaluated),
         "resumed": (FOR_FOUR, resumed),
         "no limit": (Adaptive(), {}),
-        "tokens": (Adaptive(search=False, tokens=True), {}),
+        "tokens": (Adaptive(search=False, token_budget=True), {}),
     }
     seen = {
         name: of_a_trainer("sft", folder, options, **settings)

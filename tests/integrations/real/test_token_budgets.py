@@ -20,8 +20,8 @@ from torchtune_adaptive.library import AdaptiveStep
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 CLOSE = 1e-6
-SEARCHING = Adaptive(memory_limit="64MiB", tokens=True, ceiling=6)
-AS_CONFIGURED = Adaptive(search=False, tokens=True)
+SEARCHING = Adaptive(memory_limit="64MiB", token_budget=True, ceiling=6)
+AS_CONFIGURED = Adaptive(search=False, token_budget=True)
 
 
 def compare(kind: str, ways: dict[str, Any]) -> dict[str, Any]:

@@ -187,7 +187,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "optimizer.param_groups: 2 optimizers": {"optimizer": "two"},
     "model_spec: a mixture of experts": {"model_spec": "experts"},
     "dataloader: pixels is a tensor of [7]": {"dataloader": Random.Config(more=True)},
-    "tokens: ": {"options": replace(AS_CONFIGURED, tokens=True)},
+    "token_budget: ": {"options": replace(AS_CONFIGURED, token_budget=True)},
 }
 
 

@@ -255,7 +255,7 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
     ):
         arguments["ref_model"] = llama(**config)
     if options is not None:
-        trainer_class, arguments["adaptive"] = adaptive(trainer_class), options
+        trainer_class = adaptive(trainer_class, options)
     arguments["args"] = config_class(folder, **SETTINGS | settings)
     return trainer_class(model=model or llama(**config), **arguments)
 
