@@ -67,7 +67,7 @@ def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:
     assert sum(seen[-5:]) < 0.7 * sum(seen[:5]), "the loss has visibly fallen"
     assert json.loads((out / "batch_size_search.json").read_text())["batch_size"] == 8
     assert (out / "batch_size_search.png").exists()
-    assert (out / "report.html").read_text().count("<svg") == 2
+    assert (out / "report.html").read_text().count("<svg") == 5, "the search, and four curves"
     assert "batch_size: 8\n" in (out / "torchtune_config.yaml").read_text()
     for noise in ("torchao", "resolved config", "Profil", "it/s", "\x1b"):
         # What `tune` itself says comes before anything of ours is imported.
