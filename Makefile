@@ -64,7 +64,7 @@ AND :=
 LANES = @+$(MAKE) --no-print-directory -j 3 --output-sync=target test-unit test-ranks test-runs
 
 test: $(READY)
-	@echo "Running lint, types and unit tests, tests of ranks, and whole runs in parallel: 4 to 7 minutes."
+	@echo "Running lint, types and unit tests, tests of ranks, and whole runs in parallel: 5 to 20 minutes."
 	$(LANES)
 
 test-unit: check

@@ -29,6 +29,9 @@ from torchtune_adaptive.recipe import (
     with_overrides,
 )
 
+_LONGEST = 1800.0
+"""Seconds after which a case that has no answer ends the script; what was found before it is kept."""
+
 
 def query_of(case: Case, ranks: int, length: int) -> tuple[Query, list[Any]]:
     """The plan that a case asks for, and its devices."""
@@ -70,7 +73,7 @@ def complete(minutes: float) -> None:
     require_supported_versions()
     register()
     with processes("torchtune_adaptive.recipe.plan.preload") as call:
-        call(check_method, True).result()
+        call(check_method, True).result(_LONGEST)
         for length in LENGTHS:
             for case, ranks in ((case, ranks) for case in CASES for ranks in RANKS):
                 about = {"model": case.model, "method": case.method}
@@ -83,7 +86,7 @@ def complete(minutes: float) -> None:
                 if all(least > device.usable_bytes for device, _ in devices):
                     found = [{"gpu": device.name, "largest": None} for device, _ in devices]
                 else:
-                    found = call(answer, query, devices).result()
+                    found = call(answer, query, devices).result(_LONGEST)
                 kept.append({**about, "devices": found})
                 RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
                 print(about, f"{time.monotonic() - started:.0f} s", flush=True)

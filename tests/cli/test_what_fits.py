@@ -46,7 +46,6 @@ def test_an_answer_is_what_a_plan_says(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("name", CASES, ids=" ".join)
 def test_every_case_can_be_planned(name: tuple[str, str]) -> None:
-
     config, *overrides = CASES[name].words().split()
     plan = plan_request(with_overrides(load_config(config), overrides), 8, "h100", length=2048)
     assert plan.asked.kind.adapters is (name[1] != "full")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from torchtune_adaptive.recipe.train import curves
-from torchtune_adaptive.recipe.train.history import History, Point, What
+from torchtune_adaptive.recipe.train.history import History, MarkKind, Point
 
 pytest.importorskip("matplotlib")
 
@@ -72,10 +72,10 @@ def test_no_peak_is_above_the_line_of_the_limit() -> None:
 
 def test_what_happened_is_marked_in_every_curve() -> None:
     found = history()
-    found.mark(What.RESUMED, 640, "resumed at step 35")
+    found.mark(MarkKind.RESUMED, 640, "resumed at step 35")
     for step in (10, 20):
-        found.mark(What.RETRIED, 16 * step, f"step {step} retried")
-    found.mark(What.CHANGED, 320, "from step 20: micro-batch 8 -> 4")
+        found.mark(MarkKind.RETRIED, 16 * step, f"step {step} retried")
+    found.mark(MarkKind.CHANGED, 320, "from step 20: micro-batch 8 -> 4")
     for figure in curves.figures(found):
         places = [float(line.get_xdata()[0]) for line in figure.axes[0].lines[-4:]]
         assert places == [320, 160, 320, 640]
@@ -95,8 +95,8 @@ def test_a_step_is_no_curve() -> None:
 def test_a_checkpoint_keeps_it_and_no_more_than_can_be_seen() -> None:
     found = history(9_000)
     for step in range(1, 1_000):
-        found.mark(What.RETRIED, 16 * step, f"step {step} retried")
-    found.mark(What.RESUMED, 16, "resumed at step 1")
+        found.mark(MarkKind.RETRIED, 16 * step, f"step {step} retried")
+    found.mark(MarkKind.RESUMED, 16, "resumed at step 1")
     state = found.state_dict()
     assert len(state["points"]) <= 2_000 and len(state["marks"]["step retried"]) == 100
     resumed = History()
@@ -108,5 +108,5 @@ def test_a_checkpoint_keeps_it_and_no_more_than_can_be_seen() -> None:
         for before, after in zip(resumed.points, resumed.points[1:], strict=False)
     }
     assert len(gaps) == 1, "thinned evenly"
-    assert resumed.marks[What.RETRIED][-1] == (16 * 999, "step 999 retried")
-    assert resumed.marks[What.RESUMED] == [(16, "resumed at step 1")]
+    assert resumed.marks[MarkKind.RETRIED][-1] == (16 * 999, "step 999 retried")
+    assert resumed.marks[MarkKind.RESUMED] == [(16, "resumed at step 1")]

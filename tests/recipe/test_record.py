@@ -39,7 +39,7 @@ from torchtune_adaptive.recipe.settings.keys import FOUND
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME, Events
-from torchtune_adaptive.recipe.train.history import Course, History, Point, What
+from torchtune_adaptive.recipe.train.history import Course, History, MarkKind, Point
 from torchtune_adaptive.recipe.train.metrics import Summary, Trained
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser")
@@ -206,7 +206,7 @@ def test_a_part_of_a_run_is_told_from_the_whole(tmp_path: Path) -> None:
     assert whole.summary is not None and whole.summary.run is not None and whole.history is not None
     part = Course(20, 1800.0, [{"loss": 1.0}] * 5, [{"loss": 0.5}] * 5)
     one.resumed("epoch_0", 40, {})
-    whole.history.mark(What.RESUMED, 40 * 32, "resumed at step 40")
+    whole.history.mark(MarkKind.RESUMED, 40 * 32, "resumed at step 40")
     one.trained = replace(whole, summary=replace(whole.summary, part=part, begun_at=40))
     html = one.html()
     for text in (

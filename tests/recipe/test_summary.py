@@ -11,7 +11,7 @@ from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.device.memory import Usage
 from torchtune_adaptive.core.rows.micro_batches import MicroBatch
 from torchtune_adaptive.core.sizes.split import Split
-from torchtune_adaptive.recipe.train.history import Course, What
+from torchtune_adaptive.recipe.train.history import Course, MarkKind
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics, Summary, Trained
 
 GIB = 1 << 30
@@ -99,7 +99,7 @@ def test_a_resumed_run_tells_the_whole_from_this_part(monkeypatch: pytest.Monkey
         "The whole run: 4 steps in 22.0 s; loss 5.5 -> 2.5 (mean of the first and last 2 steps).",
     ]
     assert [point.step for point in metrics.history.points] == [1, 2], "those before it"
-    assert metrics.history.marks[What.RESUMED] == [(8, "resumed at step 2")]
+    assert metrics.history.marks[MarkKind.RESUMED] == [(8, "resumed at step 2")]
     metrics.resume(2, 8, {**saved, "form": 0})  # of another version
     assert metrics.run is None
     metrics.resume(2, 8, None)  # of a checkpoint that does not say

@@ -20,7 +20,7 @@ from tests.helpers.samples import Sample
 from torchtune_adaptive.common.errors import OutOfMemoryElsewhere, TrainingOutOfMemory
 from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE, Watchdog
 from torchtune_adaptive.core.sizes.recovery import Recovery
-from torchtune_adaptive.recipe.train.history import What
+from torchtune_adaptive.recipe.train.history import MarkKind
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
@@ -147,9 +147,12 @@ def test_what_is_given_up_in_which_order_and_what_is_said(failures: int, tmp_pat
     )
     assert (seen["same"], seen["size"]) == ((True, [2]) if failures < 2 else (False, [1]))
     marks = seen["marks"]
-    assert marks[What.RETRIED] == [(4, "step 1 retried")] * failures and not marks[What.RESUMED]
     assert (
-        marks[What.CHANGED]
+        marks[MarkKind.RETRIED] == [(4, "step 1 retried")] * failures
+        and not marks[MarkKind.RESUMED]
+    )
+    assert (
+        marks[MarkKind.CHANGED]
         == [
             (4, "from step 1: activation checkpointing none -> all"),
             (4, "from step 1: micro-batch 2 -> 1; accumulation 2 -> 4"),

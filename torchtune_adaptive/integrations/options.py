@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torchtune_adaptive.common import arguments
+
+Search = Literal["extrapolate", "bisect", "halve", False]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Adaptive:
     """The share of the capacity that must stay free in the search."""
     grow_back_after: int | Literal["never"] = 100
     """Steps without trouble after which a size that failed is tried again, or ``"never"``."""
-    search: Literal["extrapolate", "bisect", "halve", False] = "extrapolate"
+    search: Search = "extrapolate"
     """The search before the first step: ``extrapolate``, ``bisect`` or ``halve``, which find the same. With
     False, micro-batches have ``per_device_train_batch_size`` rows, until memory runs out."""
     token_budget: bool = False
@@ -37,5 +39,5 @@ class Adaptive:
         if self.ceiling is not None:
             arguments.whole("ceiling", self.ceiling)
         arguments.whole_or_never("grow_back_after", self.grow_back_after)
-        arguments.one_of("search", self.search, ("extrapolate", "bisect", "halve", False))
+        arguments.one_of("search", self.search, get_args(Search))
         arguments.one_of("token_budget", self.token_budget, (True, False))

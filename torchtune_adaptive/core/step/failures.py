@@ -87,10 +87,8 @@ class Failures:
     """Whether another rank that holds the same rows did, and only those know."""
     known: bool = field(init=False, default=False)
     """Whether a rank ran out of memory and every rank knows."""
-    none: bool = field(
-        init=False, default=True
-    )  # kept, as it is asked for six times in each micro-batch
-    """Whether this rank knows of no failure."""
+    none: bool = field(init=False, default=True)
+    """Whether this rank knows of no failure: kept, and not derived, as each micro-batch asks six times."""
 
     def begin(self) -> None:
         """Begin a step."""

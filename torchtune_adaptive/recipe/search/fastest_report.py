@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
@@ -104,18 +105,18 @@ class FastestReport(Report):
 
     def _doubt(self) -> list[str]:
         """A line where steps of one configuration vary more than the closest two configurations differ."""
-        best, leads = self._best, []
+        leads = []
         for each in self.timed:
             if each.way == self.chosen or each.failed or not each.measured:
                 continue
-            if its := best.in_the_first(len(each.steps)):
-                leads.append(each.measured / its - 1)
-        spread = max(each.spread for each in self.timed)
-        if not leads or spread <= abs(lead := min(leads, key=abs)):
+            if its := self._best.in_the_first(len(each.steps)):
+                leads.append(abs(each.measured / its - 1))
+        spread, lead = max(each.spread for each in self.timed), min(leads, default=math.inf)
+        if spread <= lead:
             return []
         return [
             f"Steps of one configuration vary by {spread:.0%} (quartiles), and the closest two differ by "
-            f"{abs(lead):.0%}: this timing alone does not tell them apart."
+            f"{lead:.0%}: this timing alone does not tell them apart."
         ]
 
     def text(self) -> str:

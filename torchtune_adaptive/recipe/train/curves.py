@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtune_adaptive.common import human_bytes, plots
-from torchtune_adaptive.recipe.train.history import History, Mark, Point, What
+from torchtune_adaptive.recipe.train.history import History, Mark, MarkKind, Point
 from torchtune_adaptive.recipe.train.watched import KL, LENGTH, LOSS, PHASES, REWARD, TRAINING
 
 if TYPE_CHECKING:
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 PLOT_NAME = "training.png"
 _LABELS = {REWARD: "reward (mean)", LENGTH: "response length (tokens)", KL: "KL to the reference"}
-_STYLES: dict[What, dict[str, Any]] = {
-    What.CHANGED: {"color": plots.PURPLE, "linestyle": "-", "linewidth": 1.0},
-    What.RETRIED: {"color": plots.RED, "linestyle": ":", "linewidth": 1.6},
-    What.RESUMED: {"color": "#333333", "linestyle": "-.", "linewidth": 1.2},
+_STYLES: dict[MarkKind, dict[str, Any]] = {
+    MarkKind.CHANGED: {"color": plots.PURPLE, "linestyle": "-", "linewidth": 1.0},
+    MarkKind.RETRIED: {"color": plots.RED, "linestyle": ":", "linewidth": 1.6},
+    MarkKind.RESUMED: {"color": "#333333", "linestyle": "-.", "linewidth": 1.2},
 }
 """How the lines of marks look; those that may be at the same place can be told apart."""
 
@@ -117,7 +117,7 @@ def _memory(points: Sequence[Point], axes: Any) -> None:
     axes.set(ylabel=f"peak memory, rank 0 ({unit})", ylim=(0, 1.1 * most / each))
 
 
-def _draw_marks(axes: Any, marks: dict[What, list[Mark]]) -> list[Any]:
+def _draw_marks(axes: Any, marks: dict[MarkKind, list[Mark]]) -> list[Any]:
     """Draw a line for each mark; gives one of each kind, with a label. A mark that is the only one of its
     kind is named by its own text."""
     named = []

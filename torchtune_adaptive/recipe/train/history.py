@@ -92,7 +92,7 @@ class Point(NamedTuple):
     """The memory that there was; likewise."""
 
 
-class What(StrEnum):
+class MarkKind(StrEnum):
     """What a mark in the curves says."""
 
     RESUMED = "resumed"
@@ -117,7 +117,7 @@ class History:
     def __init__(self, loss_unit: str = "token") -> None:
         self.loss_unit = loss_unit
         self.points: list[Point] = []
-        self.marks: dict[What, list[Mark]] = {what: [] for what in What}
+        self.marks: dict[MarkKind, list[Mark]] = {what: [] for what in MarkKind}
         self._every = 1
         self._seen = 0
 
@@ -129,7 +129,7 @@ class History:
             self.points = self.points[::2]
             self._every *= 2
 
-    def mark(self, what: What, samples: int, text: str) -> None:
+    def mark(self, what: MarkKind, samples: int, text: str) -> None:
         """Mark the place at which so many samples have been used; of many marks, the newest are kept."""
         self.marks[what] = [*self.marks[what], Mark(samples, text)][-_MARKS:]
 
@@ -146,6 +146,6 @@ class History:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.points = [Point(*point) for point in state["points"]]
         self.marks |= {
-            What(key): [Mark(*m) for m in marks] for key, marks in state["marks"].items()
+            MarkKind(key): [Mark(*m) for m in marks] for key, marks in state["marks"].items()
         }
         self._every, self._seen = state["every"], state["seen"]

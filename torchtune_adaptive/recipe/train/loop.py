@@ -28,7 +28,7 @@ from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION
 from torchtune_adaptive.recipe.train.adaptation import Adaptation
 from torchtune_adaptive.recipe.train.display import EpochDisplay, messages_beside_the_bar
 from torchtune_adaptive.recipe.train.events import changes_in_words
-from torchtune_adaptive.recipe.train.history import What
+from torchtune_adaptive.recipe.train.history import MarkKind
 from torchtune_adaptive.recipe.train.instruments import Profiling
 from torchtune_adaptive.recipe.train.metrics import Metrics, Summary, Trained
 from torchtune_adaptive.recipe.train.rollouts import RolloutRows, Rollouts
@@ -224,13 +224,15 @@ class TrainingLoop:
         history, split = self.metrics.history, self.adaptation.split
         samples = self.samples + (number - self.global_step) * split.global_batch
         if number == self.global_step + 1:  # otherwise the step is done, and the next one is meant
-            history.mark(What.RETRIED, samples, f"step {number:,} retried")
+            history.mark(MarkKind.RETRIED, samples, f"step {number:,} retried")
         what = dict(adjustment.knobs)
         if before != after:
             what |= self.loader.micro_batches.change(before, after, split)
         if what:
             self.adaptation.events.changed(number, adjustment.reason, **what)
-            history.mark(What.CHANGED, samples, f"from step {number:,}: {changes_in_words(what)}")
+            history.mark(
+                MarkKind.CHANGED, samples, f"from step {number:,}: {changes_in_words(what)}"
+            )
         else:
             self.adaptation.events.noticed(number, adjustment.reason)
         if adjustment.wait:

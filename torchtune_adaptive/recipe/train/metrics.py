@@ -12,7 +12,7 @@ from torchtune_adaptive.common import bytes_of, counted
 from torchtune_adaptive.core import DeviceMemory, MicroBatch, Split, StepDone, Usage
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
-from torchtune_adaptive.recipe.train.history import Course, History, Point, What
+from torchtune_adaptive.recipe.train.history import Course, History, MarkKind, Point
 from torchtune_adaptive.recipe.train.watched import PHASES, TRAINING, as_text, shares, watched
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class Metrics:
         if saved is not None and saved.get("form") == _SAVED:
             self._before = Course(**saved["course"])
             self.history.load_state_dict(saved["history"])
-        self.history.mark(What.RESUMED, samples, f"resumed at step {step:,}")
+        self.history.mark(MarkKind.RESUMED, samples, f"resumed at step {step:,}")
 
     def state_dict(self) -> dict[str, Any] | None:
         """What a checkpoint keeps of the whole run; None where that is not known."""
