@@ -177,8 +177,8 @@ def test_a_bare_off_is_false_in_yaml() -> None:
         ("lr_scaling", "cubic", "none, sqrt, linear, gain"),
         ("beta2", 0.99, "fixed, half_life"),
         ("gradient_noise", "loud", "off, observe, act"),
-        ("workers", -1, "an integer from 0 to 256"),
-        ("workers", 100_000, "an integer from 0 to 256"),
+        ("num_workers", -1, "an integer from 0 to 256"),
+        ("num_workers", 100_000, "an integer from 0 to 256"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_remedy(key: str, value: Any, remedy: str) -> None:
@@ -187,6 +187,14 @@ def test_a_wrong_value_is_named_with_its_remedy(key: str, value: Any, remedy: st
     message = str(raised.value)
     assert message.startswith(f"adaptive_batching.{key}: {value!r} is not valid. Must be ")
     assert remedy in message
+
+
+def test_the_former_name_of_a_setting_is_read_with_its_rule() -> None:
+    assert settings(workers=2) == settings(num_workers=2)
+    with pytest.raises(ConfigError, match=r"workers: -1 .* an integer from 0 to 256"):
+        settings(workers=-1)
+    with pytest.raises(ConfigError, match="the former name of num_workers, which is set too"):
+        settings(workers=2, num_workers=2)
 
 
 def test_a_misspelt_setting_is_an_error_that_knows_better() -> None:
@@ -657,7 +665,7 @@ NEVER_VALID: dict[str, list[Any]] = {
     "batch_increase_function": [0, True, False, 0.5, "auto", ""],
     "shuffle": [0, "yes", 2],
     "seed": [-1, True, 1.5, 10**400],
-    f"{BLOCK}.workers": [-1, True, 10**400],
+    f"{BLOCK}.num_workers": [-1, True, 10**400],
     f"{BLOCK}.token_budget": [-1, 0.5, "auto"],
 }
 

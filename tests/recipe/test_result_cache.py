@@ -391,7 +391,7 @@ CANNOT_MATTER = [
     {"assets": "/elsewhere", "my_notes": "hello"},
     {"adaptive_batching.search": "halve"},
     {"adaptive_batching.search_only": True, "adaptive_batching.cache": "/elsewhere"},
-    {"adaptive_batching.workers": 2, "adaptive_batching.grow_back_after": 9},
+    {"adaptive_batching.num_workers": 2, "adaptive_batching.grow_back_after": 9},
     {"adaptive_batching.wait_for_memory": 9, "adaptive_batching.stop_timeout": 9},
     {"keep_last_n_checkpoints": 2},
     {"adaptive_batching.lr_scaling": "sqrt", "adaptive_batching.beta2": "half_life"},

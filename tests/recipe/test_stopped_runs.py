@@ -141,7 +141,7 @@ FIXED = ("use_maximum_batch_size=False", "output_dir=out", "adaptive_batching.ca
 def test_ctrl_c_in_a_single_process_with_workers(tmp_path: Path) -> None:
     """It reaches the whole group, as from a terminal: the processes that fetch rows as well."""
     status, said = signalled(
-        *(*SINGLE, *FIXED, "adaptive_batching.workers=1"),
+        *(*SINGLE, *FIXED, "adaptive_batching.num_workers=1"),
         cwd=tmp_path,
         when="step 1, loss",
         send=lambda process: os.killpg(process.pid, signal.SIGINT),
@@ -170,7 +170,7 @@ class Rows:
 def test_a_run_with_workers_ends(bad: bool, tmp_path: Path) -> None:
     """At exit Python sends workers a SIGTERM, which they ignore, and then waits for them."""
     (tmp_path / "bad.py").write_text(BAD)
-    changes = ["adaptive_batching.workers=1", "epochs=1", "max_steps_per_epoch=4"]
+    changes = ["adaptive_batching.num_workers=1", "epochs=1", "max_steps_per_epoch=4"]
     if bad:
         changes += ["dataset._component_=bad.Rows", "shuffle=False"]
     ended = subprocess.run(

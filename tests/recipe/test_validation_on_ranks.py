@@ -63,7 +63,7 @@ class Run:
             grow_back_after=None,
             rank=self.ranks.rank,
             ranks=self.ranks.size,
-            workers=0,
+            num_workers=0,
             watchdog=Watchdog(self.ranks, 20.0, on_duty=False),
             step_timeout=20.0,
             events=Events(folder if self.ranks.rank == 0 else None),

@@ -51,7 +51,7 @@ class ForwardOnly:
     def __call__(
         self,
         rows: Sequence[Any],
-        collate: Callable[[list[Any]], Any],
+        collate_fn: Callable[[list[Any]], Any],
         size: int,
         lengths: Sequence[int] | None = None,
         groups: Sequence[int] | None = None,
@@ -60,7 +60,7 @@ class ForwardOnly:
 
         Args:
             rows: this rank's rows, the same number on every rank.
-            collate: function that makes a micro-batch of some of them.
+            collate_fn: function that makes a micro-batch of some of them.
             size: rows in a micro-batch, the same on every rank, as long as memory suffices. With ``lengths``:
                 tokens in a micro-batch, padding included.
             lengths: the tokens in each of the rows, as for a step.
@@ -74,12 +74,12 @@ class ForwardOnly:
             UsageError: the ranks have different numbers of rows or sizes, a row is longer than ``size``
                 allows, or the work does not give one result for each row.
         """
-        size, divide = self._agreed(rows, collate, size, lengths, groups)
+        size, divide = self._agreed(rows, collate_fn, size, lengths, groups)
         now = (size, "row" if lengths is None else "token")
         if now != self._size:
             self._size = now
             self.phase.begin(size, self._grow_back_after)
-        return self.phase.of_rows(rows, divide, lambda some: (collate(some), len(some)))
+        return self.phase.of_rows(rows, divide, lambda some: (collate_fn(some), len(some)))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of recovery, for a checkpoint."""

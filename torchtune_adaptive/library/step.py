@@ -76,7 +76,7 @@ class AdaptiveStep:
         step = AdaptiveStep(model, optimizer, forward=summed_loss)
         size = find_batch_size(step, worst_case)
         for rows in steps_of(data, size):
-            outcome = step(rows, collate, size)
+            outcome = step(rows, collate_fn, size)
 
     Args:
         model: the model that is trained.
@@ -192,7 +192,7 @@ class AdaptiveStep:
     def __call__(
         self,
         rows: Sequence[Any],
-        collate: Callable[[list[Any]], Any],
+        collate_fn: Callable[[list[Any]], Any],
         size: int,
         lengths: Sequence[int] | None = None,
         groups: Sequence[int] | None = None,
@@ -202,7 +202,7 @@ class AdaptiveStep:
         Args:
             rows: this rank's rows of the step, the same number on every rank. Those of a ``DataLoader`` with
                 ``collate_fn=list`` are a list of rows; a batch that has been collated is none.
-            collate: function that makes a micro-batch of some of them.
+            collate_fn: function that makes a micro-batch of some of them.
             size: rows in a micro-batch, the same on every rank, as long as memory suffices; the last may have
                 fewer. With ``lengths``: tokens in a micro-batch, padding included.
             lengths: the tokens in each of the rows. A micro-batch then has as many rows of similar length as
@@ -220,7 +220,7 @@ class AdaptiveStep:
         After any other exception nothing is left of the step, so another can be taken, on all ranks.
         """
         # What others were called with is waited for only before the first collective.
-        size, divide = self._agreed(rows, collate, size, lengths, groups, at_once=False)
+        size, divide = self._agreed(rows, collate_fn, size, lengths, groups, at_once=False)
         unit = "row" if lengths is None else "token"
         if (size, unit) != (self._size, self._runner.unit):
             self.train_step.collectives.wait_for_pending()  # a size that is refused leaves recovery as it is
@@ -235,7 +235,7 @@ class AdaptiveStep:
             sizes.append(size)
             for number, part in enumerate(divide(0, size)):
                 self.objective.begins = number == 0
-                yield collate([rows[position] for position in part])
+                yield collate_fn([rows[position] for position in part])
 
         outcome = self._runner.run(micro_batches, self.steps + 1, self._adjusted)
         self.steps += 1
@@ -280,7 +280,7 @@ class AdaptiveStep:
 
             score = step.forward_only(log_probs)
             scoring_size = find_batch_size(step, worst_case, phase=score)
-            old = score(rows, collate, scoring_size)
+            old = score(rows, collate_fn, scoring_size)
 
         Args:
             work: function of a micro-batch on the device. Returns a tensor or a list with one result for each
@@ -301,7 +301,7 @@ class AdaptiveStep:
     def _agreed(
         self,
         rows: Sequence[Any],
-        collate: Callable[..., Any],
+        collate_fn: Callable[..., Any],
         size: int,
         lengths: Sequence[int] | None,
         groups: Sequence[int] | None,
@@ -314,7 +314,7 @@ class AdaptiveStep:
         """
         wrong, asked = None, checks.StepRequest()
         try:
-            arguments.function("collate", collate)
+            arguments.function("collate_fn", collate_fn)
             size = arguments.whole("size", size)
             count = checks.number_of_rows(rows)
             if lengths is not None:

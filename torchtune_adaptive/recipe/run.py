@@ -260,7 +260,7 @@ class Run:
             model.data_rank,
             model.data_ranks,
             batch.micro_batches,
-            self.settings.workers,
+            self.settings.num_workers,
         )
         epochs = Epochs.of(order.per_epoch, batch.start, self.progress.max_steps_per_epoch)
         return RowSource(loader, epochs, data.rows.sample)

@@ -128,7 +128,7 @@ class Training:
             grow_back_after=settings.grow_back_after,
             rank=model.data_rank,
             ranks=model.data_ranks,
-            workers=settings.workers,
+            num_workers=settings.num_workers,
             watchdog=self.watchdog,
             step_timeout=settings.step_timeout,
             events=loop.adaptation.events,

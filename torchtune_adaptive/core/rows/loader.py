@@ -70,7 +70,7 @@ class Loader:
     """The rank whose samples are loaded."""
     ranks: int
     micro_batches: MicroBatches
-    workers: int = 0
+    num_workers: int = 0
     """Processes that fetch and collate ahead."""
 
     def epoch(self, epoch: int, used: int = 0) -> EpochRows:
@@ -88,7 +88,7 @@ class Loader:
         # Twice: once to fetch, ahead if there are workers, and once to say what has come.
         fetched, brought = tee(portion for portions in steps for portion in portions)
         samples = (portion.sample_ids for portion in fetched)
-        batches = self.batches(self.dataset, samples, self.collate, self.workers)
+        batches = self.batches(self.dataset, samples, self.collate, self.num_workers)
         for portion, batch in zip(brought, batches, strict=True):
             self.micro_batches.finish(portion, batch)
             ids = () if portion.weightless else tuple(portion.sample_ids)
@@ -99,7 +99,7 @@ class Loader:
         dataset: Dataset[Any],
         samples: Iterable[list[int]],
         collate: Callable[[list[Any]], dict[str, Any]],
-        workers: int,
+        num_workers: int,
     ) -> Iterator[dict[str, Any]]:
         """The samples of each batch, fetched and collated; ahead and in other processes if there are workers.
         The run's random numbers stay as they are."""
@@ -108,11 +108,11 @@ class Loader:
             batch_sampler=samples,
             collate_fn=collate,
             generator=torch.Generator(),  # or each loader would draw from the run's own
-            num_workers=workers,
-            worker_init_fn=_leave_signals_to_the_run if workers else None,
+            num_workers=num_workers,
+            worker_init_fn=_leave_signals_to_the_run if num_workers else None,
         )
         batches = iter(loader)
-        if workers:
+        if num_workers:
             _WITH_WORKERS.add(batches)
         return batches
 

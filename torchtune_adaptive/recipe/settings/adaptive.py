@@ -39,6 +39,8 @@ from torchtune_adaptive.recipe.settings.rules import (
 )
 
 BLOCK = "adaptive_batching"
+FORMER = {"workers": "num_workers"}
+"""Names that keys of the block had in version 0.1.0, which are read too."""
 
 
 def _setting(
@@ -174,8 +176,9 @@ class AdaptiveSettings:
     """The gradient noise scale: ``observe`` logs it, in samples; ``act`` also grows the batch by it, with
     ``GradientNoise()``."""
 
-    workers: Annotated[int, at_least(0, 256)] = _setting(0, memory=False)
-    """DataLoader-style worker processes per rank."""
+    num_workers: Annotated[int, at_least(0, 256)] = _setting(0, memory=False)
+    """Processes per rank that fetch and collate rows ahead. ``workers``, its name in version 0.1.0, is read
+    too."""
 
     on_out_of_memory: Literal["shrink", "raise"] | None = _setting(None)
     """The response to a training step that runs out of memory: ``shrink`` retries it with more checkpointing,
@@ -269,12 +272,21 @@ class AdaptiveSettings:
                 "is not a block",
                 "Write `key: value` lines below it",
             )
+        given = {}
         for key in block:
+            name, value = f"{BLOCK}.{key}", plain_value(block, key)
+            current = FORMER.get(key, key)
             with each:
-                if key not in block_keys():
-                    raise _unknown(str(key), plain_value(block, key))
-        known = [key for key in block if key in block_keys()]
-        given = {key: (f"{BLOCK}.{key}", plain_value(block, key)) for key in known}
+                if current not in block_keys():
+                    raise _unknown(str(key), value)
+                if current != key and current in block:
+                    raise ConfigError(
+                        name,
+                        value,
+                        f"is the former name of {current}, which is set too",
+                        "Remove it",
+                    )
+                given[current] = (name, value)
         given |= {key: (key, plain_value(cfg, key)) for key in sorted(top_level_keys())}
         values = {}
         for key, (name, value) in given.items():

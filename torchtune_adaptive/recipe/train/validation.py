@@ -42,7 +42,7 @@ class Validation:
         size: rows in a micro-batch; fewer after memory has run out.
         grow_back_after: steps of training after which a size that failed is tried again; None: never.
         rank: the rank whose share of the rows to use, of so many ranks.
-        workers: processes that fetch and collate ahead.
+        num_workers: processes that fetch and collate ahead.
         step_timeout: seconds that it may stand still.
         record: a function that logs the result.
     """
@@ -54,7 +54,7 @@ class Validation:
     grow_back_after: int | None
     rank: int
     ranks: int
-    workers: int
+    num_workers: int
     watchdog: Watchdog
     step_timeout: float
     events: Events
@@ -145,7 +145,7 @@ class Validation:
         mine = range(self.rank, len(self.data.dataset), self.ranks)
         portions = [mine[at : at + size] for at in range(used, self._rows_per_rank, size)]
         samples = [list(portion) or [0] for portion in portions]
-        batches = Loader.batches(self.data.dataset, samples, self.data.collate, self.workers)
+        batches = Loader.batches(self.data.dataset, samples, self.data.collate, self.num_workers)
         for portion, batch in zip(portions, batches, strict=True):
             yield size, (batch, len(portion) > 0)
 
