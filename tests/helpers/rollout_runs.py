@@ -40,7 +40,7 @@ def run_short_of_memory(kind: str, cfg: DictConfig, phase: str | None, factor: f
     for name in usual:
         setattr(Rollouts, name, short(name))
     try:
-        return run_ours(kind, cfg)
+        return run_ours(kind, cfg, draws=phase is not None)
     finally:
         for name, method in usual.items():
             setattr(Rollouts, name, method)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,10 @@ BIN = Path(sys.executable).parent
 _made: dict[str, tuple[Path, Records]] = {}
 
 
-def train(kind: str, folder: Path, ranks: int = 1, **changes: Any) -> Records:
+def train(kind: str, folder: Path, ranks: int = 1, draws: bool = False, **changes: Any) -> Records:
     """Run our recipe for the tiny config of a kind, with changes; what it logged."""
-    return run_with(run_ours, kind, tiny_config(kind, folder, **changes), ranks)
+    cfg = tiny_config(kind, folder, **changes)
+    return run_with(partial(run_ours, draws=draws), kind, cfg, ranks)
 
 
 def run_with(run: Callable[..., Records], kind: str, cfg: DictConfig, ranks: int) -> Records:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from tests.helpers.recipes import run_ours, tiny_config
-from tests.helpers.runs import RESUME, run_with, train
+from tests.helpers.runs import RESUME, train
 
 pytestmark = pytest.mark.runs
 
@@ -35,7 +33,7 @@ def facts(folder: Path) -> dict[str, str]:
 def drawn(folder: Path, **changes: Any) -> None:
     """Run in one process, with the curves in the report."""
     pytest.importorskip("matplotlib")
-    run_with(partial(run_ours, draws=True), "full", tiny_config("full", folder, **changes), 1)
+    train("full", folder, draws=True, **changes)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])

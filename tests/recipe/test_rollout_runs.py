@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.helpers.runs import (
 from torchtune_adaptive.recipe.kinds.grpo import LoRAGRPO
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.rollout.score import OfTokens
+from torchtune_adaptive.recipe.train.history import MarkKind
 
 pytestmark = pytest.mark.runs
 
@@ -41,6 +43,13 @@ SHORT: dict[str, Any] = {
 KINDS = ["grpo", "grpo_lora"]
 
 
+def assert_phases_are_drawn(folder: Path) -> None:
+    assert (folder / "batch_size_search.png").stat().st_size > 10_000
+    report = (folder / "report.html").read_text()
+    for phase in ("Generation", "Scoring", "Training"):
+        assert f"{phase}: micro-batches of " in report
+
+
 @pytest.mark.rotating
 @pytest.mark.parametrize("name", ["full", "lora", "qlora"])
 def test_three_sizes_are_found_on_two_ranks(name: str, tmp_path: Path) -> None:
@@ -49,7 +58,7 @@ def test_three_sizes_are_found_on_two_ranks(name: str, tmp_path: Path) -> None:
     limit = "12MiB" if name == "qlora" else "6MiB"
     found = {"use_maximum_batch_size": True, "adaptive_batching.memory_limit": limit}
     kind = "grpo" if name == "full" else "grpo_lora"
-    records = train(kind, tmp_path, 2, **{**more, **found, "num_steps": 1})
+    records = train(kind, tmp_path, 2, draws=True, **{**more, **found, "num_steps": 1})
     assert len(losses(records)) == 1 and records[0]["kl_loss"] == 0.0
     report = json.loads((tmp_path / "batch_size_search.json").read_text())
     sizes = {phase: report[f"{phase}_batch_size"] for phase in report["trials"]}
@@ -58,6 +67,7 @@ def test_three_sizes_are_found_on_two_ranks(name: str, tmp_path: Path) -> None:
         fits = {trial["size"]: trial["fits"] for trial in trials}
         assert fits[sizes[phase]] and (fits.get(2 * sizes[phase]) is False or sizes[phase] == 16)
     assert sizes["training"] < 16
+    assert_phases_are_drawn(tmp_path)
     assert f"adaptive_batching.generation_batch_size={sizes['generation']}" in report["overrides"]
     assert records[0]["micro_batch_size"] == sizes["training"]
     assert records[0]["global_batch_size"] == 32 and records[0]["batch_size"] == 4
@@ -132,7 +142,7 @@ def test_token_budgets_are_found_for_scoring_and_training(tmp_path: Path) -> Non
     limit = {"adaptive_batching.memory_limit": "6MiB", "max_generated_tokens": 16, "num_steps": 1}
     changes = {**STOPS, **limit, "clip_grad_norm": 1.0}
     sizes = {"use_maximum_batch_size": True, BUDGETS[0]: True}
-    found = train("grpo", tmp_path / "found", 2, **changes, **sizes)
+    found = train("grpo", tmp_path / "found", 2, draws=True, **changes, **sizes)
     report = json.loads((tmp_path / "found" / "batch_size_search.json").read_text())
     for phase in ("scoring", "training"):
         fits = {(t["length"], t["size"]): t["fits"] for t in report["trials"][phase]}
@@ -140,6 +150,7 @@ def test_token_budgets_are_found_for_scoring_and_training(tmp_path: Path) -> Non
         assert report[f"{phase}_token_budget"] == longest * most
         assert fits[longest, most] and (most == 16 or not fits[longest, most + 1])
     assert report["training_token_budget"] < report["scoring_token_budget"]
+    assert_phases_are_drawn(tmp_path / "found")
     assert all(
         f"{key}={report[name]}" in report["overrides"]
         for key, name in zip(
@@ -238,6 +249,9 @@ def test_memory_that_runs_out_on_one_rank_changes_no_response(
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-7)
     events = (tmp_path / "short" / "batch_size_events.jsonl").read_text()
     assert said in events and "on rank 1" in events
+    report = (tmp_path / "short" / "report.html").read_text()
+    is_marked = re.search(rf">rollout 2: scoring |>{MarkKind.CHANGED} \(\d times\)", report)
+    assert bool(is_marked) == (said != "parameters stay sharded")
 
 
 def fails_on_one_rank(ids: Any, texts: list[str], answers: list[str]) -> list[float]:

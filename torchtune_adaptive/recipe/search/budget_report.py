@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import Block, Drawing, counted, plots
 from torchtune_adaptive.core import Budget, ByRows, ByTokens, MicroBatches, Split
+from torchtune_adaptive.recipe.search import drawn
 from torchtune_adaptive.recipe.search.in_tokens import LengthTrial
 from torchtune_adaptive.recipe.search.report import Report, rows_by_length, table_of
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
@@ -112,25 +113,8 @@ class BudgetReport(Report):
         figure = plots.new_figure(6.4, 4)
         if figure is None:
             return None
-        budget = self.budget
         axes = figure.subplots()
-        shortest = min(length for length, _ in budget.measured)
-        lengths = range(max(1, shortest // 2), budget.longest + 1)
-        rows = [budget.rows(length) for length in lengths]
-        axes.step(lengths, rows, color=plots.BLUE, label="token budget", where="mid")
-        for fits, marker, color, label in (
-            (True, "o", plots.GREEN, "fits"),
-            (False, "X", plots.RED, "does not fit"),
-        ):
-            tried = [each for each in self.trials if each.trial.fits is fits]
-            if tried:
-                axes.plot(
-                    [each.length for each in tried],
-                    [each.trial.size for each in tried],
-                    marker,
-                    color=color,
-                    label=f"tried: {label}",
-                )
+        drawn.rows_by_length(axes, self.budget, self.trials)
         configured = self.split.micro_batch
         axes.axhline(
             configured,
@@ -138,15 +122,7 @@ class BudgetReport(Report):
             linestyle="--",
             label=f"without: {counted(configured, 'row')}",
         )
-        axes.set(
-            title="Token budget" + ("" if self.used else " (slower, so not used)"),
-            xlabel="longest row of a micro-batch (tokens)",
-            ylabel="micro-batch (rows)",
-            ylim=(0, None),
-        )
-        plots.whole_numbers(axes.xaxis)
-        plots.whole_numbers(axes.yaxis)
-        plots.tidy(axes)
+        axes.set(title="Token budget" + ("" if self.used else " (slower, so not used)"))
         plots.legend_below(figure)
         return figure
 

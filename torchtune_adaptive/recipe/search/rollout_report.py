@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.common import Block, counted
+from torchtune_adaptive.common import Block, Drawing, counted, plots
 from torchtune_adaptive.core import Budget, strategies
+from torchtune_adaptive.recipe.search import drawn
 from torchtune_adaptive.recipe.search.in_tokens import FoundBudget
 from torchtune_adaptive.recipe.search.report import (
     Report,
@@ -22,6 +23,9 @@ from torchtune_adaptive.recipe.search.sizing import FoundRows
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION
 from torchtune_adaptive.recipe.settings.phase_names import GENERATION, PHASES, SCORING, TRAINING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 IN_ROWS = {GENERATION: f"{BLOCK}.generation_batch_size", SCORING: f"{BLOCK}.scoring_batch_size"}
 """The keys of sizes in rows; training has ``gradient_accumulation_steps``."""
@@ -108,7 +112,23 @@ class RolloutSizesReport(Report):
         }
 
     def details(self) -> list[Block]:
-        return [table_of(each.trials, phase.capitalize()) for phase, each in self.found.items()]
+        tables = [table_of(each.trials, phase.capitalize()) for phase, each in self.found.items()]
+        return [Drawing(self.figure()), *tables]
+
+    def figure(self) -> Figure | None:
+        """The search of each phase, one below the other."""
+        figure = plots.new_figure(6.4, 3.4 * len(self.found))
+        if figure is None:
+            return None
+        stacked = figure.subplots(len(self.found), 1, squeeze=False)[:, 0]
+        for (phase, found), axes in zip(self.found.items(), stacked, strict=True):
+            if isinstance(found, FoundBudget):
+                drawn.rows_by_length(axes, found.size, found.trials)
+            else:
+                drawn.memory_by_rows(axes, found, f"rows of {self.row}", self.headroom)
+            axes.set(title=f"{phase.capitalize()}: micro-batches of {in_words(self.sizes[phase])}")
+        plots.legend_below(figure, columns=3)
+        return figure
 
 
 def _reason(found: FoundRows | FoundBudget) -> str:

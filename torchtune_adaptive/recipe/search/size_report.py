@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torchtune_adaptive.common import Block, Drawing, counted, human_bytes, plots
+from torchtune_adaptive.common import Block, Drawing, counted, plots
 from torchtune_adaptive.core import Split
 from torchtune_adaptive.recipe.data.rows import RowSize
+from torchtune_adaptive.recipe.search import drawn
 from torchtune_adaptive.recipe.search.report import (
     Report,
     batch_numbers,
@@ -157,40 +158,8 @@ class SearchReport(Report):
         figure = plots.new_figure(6.4, 4)
         if figure is None:
             return None
-        trials = sorted(self.result.trials, key=lambda trial: trial.size)
-        fitting = [trial for trial in trials if trial.fits]
-        failing = [trial for trial in trials if not trial.fits]
-        usable = trials[0].deciding.usable_bytes
-        unit, bytes_each = plots.memory_unit(usable)
-        peaks = {trial.size: trial.deciding.peak_bytes / bytes_each for trial in fitting}
         axes = figure.subplots()
-        axes.axhline(
-            usable / bytes_each,
-            color=plots.GRAY,
-            linestyle="--",
-            label=f"usable memory: {human_bytes(usable)} ({self.headroom:.0%} headroom)",
-        )
-        axes.plot(*zip(*peaks.items(), strict=True), "o-", color=plots.BLUE, label="fits")
-        chosen = (self.largest, peaks[self.largest])
-        axes.plot(*chosen, "o", color=plots.GREEN, markersize=11, label="largest that fits")
-        if failing:
-            axes.plot(
-                [trial.size for trial in failing],
-                [usable / bytes_each] * len(failing),
-                "X",
-                color=plots.RED,
-                markersize=9,
-                label="does not fit",
-                clip_on=False,
-            )
-        axes.set(
-            title=f"Search on {self.device}: batch_size {self._choice()}",
-            xlabel=f"micro-batch ({self.sample}s of {self.row})",
-            ylabel=f"peak memory, tightest rank ({unit})",
-            xlim=(0, 1.05 * trials[-1].size),
-            ylim=(0, 1.15 * usable / bytes_each),
-        )
-        plots.whole_numbers(axes.xaxis)
-        plots.tidy(axes)
+        drawn.memory_by_rows(axes, self.result, f"{self.sample}s of {self.row}", self.headroom)
+        axes.set(title=f"Search on {self.device}: batch_size {self._choice()}")
         plots.legend_below(figure)
         return figure

@@ -191,6 +191,9 @@ class TrainingLoop:
         rows.advance(split.global_batch)
         self.global_step += 1
         self.samples += split.global_batch
+        if isinstance(rows, RolloutRows):
+            for change in rows.changes:
+                self.metrics.history.mark(MarkKind.CHANGED, self.samples, change)
         adaptation.after_step(epoch, rows.used, outcome)
         more = rows.metrics()
         if self.runner.recovery is not None:

@@ -31,7 +31,7 @@ from torchtune_adaptive.recipe.rollout.judging import Judge, over
 from torchtune_adaptive.recipe.rollout.phases import Phases, RolloutSizes
 from torchtune_adaptive.recipe.rollout.rows import Row, collate, draws, known, shuffled
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
-from torchtune_adaptive.recipe.train.events import Events
+from torchtune_adaptive.recipe.train.events import Events, changes_in_words
 from torchtune_adaptive.recipe.train.watched import PHASES
 
 
@@ -63,6 +63,8 @@ class Rollouts:
 
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     """What is logged of the last rollout."""
+    changes: list[str] = field(init=False, default_factory=list)
+    """What changed while the last rollout was made, in words."""
     found: dict[str, int] = field(init=False)
     """The sizes that phases begin with."""
     _adjusted: list[tuple[str, str, int, int]] = field(init=False, default_factory=list)
@@ -191,6 +193,7 @@ class Rollouts:
             name: value if name == "num_stop_tokens" else value / in_all
             for name, value in total.items()
         }
+        self.changes = []
         for rank, (_, adjusted, _) in enumerate(seen):
             for phase, reason, before, after in adjusted:
                 self._record(rank, phase, reason, before, after)
@@ -221,15 +224,17 @@ class Rollouts:
         self._adjusted.append((phase, reason, before, after))
 
     def _record(self, rank: int, phase: str, reason: str, before: int, after: int) -> None:
-        if rank > 0 and phase == self.phases.scoring.name:
+        is_scoring = phase == self.phases.scoring.name
+        if rank > 0 and is_scoring:
             return  # all ranks do the same
         if before == after:
             self.events.noticed(self._number, f"{phase}: {reason}")
-        else:
-            in_tokens = phase == self.phases.scoring.name and self.scoring.unit
-            what = f"{phase}_token_budget" if in_tokens else f"{phase}_batch"
-            changed = {what: (before, after)}
-            self.events.changed(self._number, f"rank {rank}: {reason}", **changed)
+            return
+        what = f"{phase}_token_budget" if is_scoring and self.scoring.unit else f"{phase}_batch"
+        changed = {what: (before, after)}
+        self.events.changed(self._number, f"rank {rank}: {reason}", **changed)
+        where = f"rollout {self._number:,}" + ("" if is_scoring else f", rank {rank}")
+        self.changes.append(f"{where}: {changes_in_words(changed)}")
 
     def _out_of_memory(self, error: Exception) -> OutOfMemoryElsewhere:
         generation, scoring = self.phases.generation.size, self.phases.scoring.size
@@ -284,6 +289,8 @@ class RolloutRows:
         """The micro-batches of the last step that have been made so far."""
         self.spent: dict[str, float] = {}
         """Seconds by phase that making the rollout took, before its first step; nothing before others."""
+        self.changes: list[str] = []
+        """What changed while it was made, in words; likewise."""
 
     @property
     def can_be_left(self) -> bool:
@@ -304,12 +311,12 @@ class RolloutRows:
     def begin_step(self) -> bool:
         """Make the next rollout, if it is time for it; False if a rank has been asked to stop meanwhile."""
         rollouts, number = self._rollouts, self._number
-        self.spent = {}
+        self.spent, self.changes = {}, []
         if self.can_be_left:
             rows = rollouts.make(self._epoch, number)
             if rows is None:
                 return False
-            self._rows = rows
+            self._rows, self.changes = rows, rollouts.changes
             self.spent = {phase: rollouts.metrics[key] for phase, key in PHASES.items()}
         used = self.used % rollouts.trained_rows // rollouts.ranks
         self._of_step = rollouts.mini_batch(self._rows, number, used)
