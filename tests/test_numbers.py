@@ -13,18 +13,25 @@ from pathlib import Path
 
 import pytest
 
+from torchtune_adaptive.planner.memory.gpus import COMMUNICATION, CONTEXT, GIB, GPUS, MIB
 from torchtune_adaptive.planner.memory.planned import ERROR_BAND, FRAGMENTATION
+from torchtune_adaptive.planner.speed.devices import PCIE
 from torchtune_adaptive.planner.speed.speed import COMPILED_BAND, EAGER_BAND, QUANTIZED_BAND, Speed
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.train.display import EVERY_SECONDS
+from torchtune_adaptive.recipe.train.stop import SAME_REQUEST
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
+API = ROOT / "docs" / "api.md"  # made of docstrings, whose numbers are examples
 # What fits is made of its results: tests/cli/test_what_fits.py.
 PAGES = [
     ROOT / "README.md",
-    *sorted({*ROOT.glob("docs/*.md")} - {ROOT / "docs" / "what-fits.md"}),
+    *sorted({*ROOT.glob("docs/*.md")} - {ROOT / "docs" / "what-fits.md", API}),
     RESULTS / "README.md",
 ]
-MEASURED = re.compile(r"\d[\d.,]*(?: ?%| times(?! `))")
+_UNITS = r"ms|s|seconds|minutes|hours|[KMG]i?B|[KMG]B/s|tokens/s"
+MEASURED = re.compile(rf"\d[\d.,]*(?: ?%| times(?! `)| (?:{_UNITS})(?!\w))")
 
 # What looks like a measurement and is none, as it stands in the pages.
 NOT_MEASURED = (
@@ -36,6 +43,13 @@ NOT_MEASURED = (
     r"`max_generated_tokens` - 1 times the token",
     r"train\[95%:\]",
     r"`peak 20\.5 GiB \(\+-3%\) of 21\.9 GiB`",  # an example of what is printed
+    r"in 5 to 20 minutes on 2 cores",  # as machines and what else they do differ
+    r"at about 2, 20 and 100 ms",  # what a benchmark is made for
+    r"carried there takes less than 25 MiB",  # the limit of that machine
+    # Of torchrun and torch.
+    r"its processes 30 seconds (?:later|after)",
+    r"waits 30 seconds for it to end .{0,200}?waits 5 seconds",
+    r"typically 10 minutes later",
     # Of other people's papers, with their numbers beside them.
     r"43 % fewer steps",
     r"6\.25\S faster on 4 P100, accuracy within 1 %",
@@ -182,6 +196,41 @@ CLAIMS = [
         "docs/planning.md",
         r"the plan is within ([\d.]+) % of what the real trainers take",
         lambda: [f"{100 * tolerance_of_trainers():g}"],
+    ),
+    Claim(
+        "docs/how-plans-work.md",
+        r"the CUDA context \(([\d.]+) GiB\) and, on several ranks, NCCL \((\d) GiB\)",
+        lambda: (f"{CONTEXT / GIB:g}", f"{COMMUNICATION / GIB:g}"),
+    ),
+    Claim(
+        "docs/how-plans-work.md",
+        r"cuBLAS workspaces: two of (\d+) MiB from Hopper on, of ([\d.]+) MiB before",
+        lambda: [f"{GPUS[gpu].workspace / MIB:g}" for gpu in ("h100-80gb", "a100-80gb")],
+    ),
+    Claim(
+        "docs/planning.md",
+        r"Over PCIe 4 a collective is taken to reach (\d+) GB/s and copies to the host (\d+) GB/s",
+        lambda: [f"{speed / 1e9:g}" for speed in PCIE[4]],
+    ),
+    Claim(
+        "docs/checkpoints.md",
+        r"`adaptive_batching\.stop_timeout` \((\d+) s\)",
+        lambda: [f"{AdaptiveSettings().stop_timeout:g}"],
+    ),
+    Claim(
+        "docs/checkpoints.md",
+        r"again, more than (\d) s later \| exits at once",
+        lambda: [f"{SAME_REQUEST:g}"],
+    ),
+    Claim(
+        "docs/how-it-works.md",
+        r"The ranks look for it together, for (\d+) seconds at most",
+        lambda: [f"{AdaptiveSettings().wait_for_memory:g}"],
+    ),
+    Claim(
+        "docs/settings.md",
+        r"the end of an epoch and one every (\d+) seconds between",
+        lambda: [f"{EVERY_SECONDS:g}"],
     ),
     Claim(
         "docs/growing-the-batch.md",

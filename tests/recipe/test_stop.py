@@ -89,7 +89,7 @@ def test_a_rank_that_was_told_by_another_ends_with_the_same_status() -> None:
 def test_again_ends_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stop_module, "_SAME_REQUEST", 0.05)
+    monkeypatch.setattr(stop_module, "SAME_REQUEST", 0.05)
     stop, process = signals()
     with stop, stop.while_training():
         end = time.monotonic() + 300

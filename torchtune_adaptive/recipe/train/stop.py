@@ -26,7 +26,7 @@ from typing import Any
 from torchtune_adaptive.common import Stopped, another_rank_has_failed, launcher
 from torchtune_adaptive.recipe.signals import LISTENING, SIGNALS
 
-_SAME_REQUEST = 2.0
+SAME_REQUEST = 2.0
 """Seconds within which more signals are the same request: a launcher passes on what its processes got too."""
 _RAISE_AGAIN = 1
 """The byte written to the socket where a request was not raised; the number of no signal in ``SIGNALS``."""
@@ -170,7 +170,7 @@ class StopSignals:
                         f"{_name(numbers[0])}: saving a checkpoint after this step, then stopping "
                         f"(within {self._timeout:g} s; a second signal ends the run at once)."
                     )
-            elif now - began > _SAME_REQUEST:
+            elif now - began > SAME_REQUEST:
                 _say(f"{_name(numbers[0])} again: ending at once, without a checkpoint.")
                 self._end(exit_status(numbers[0]))
                 return
