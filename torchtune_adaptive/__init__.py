@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torchtune_adaptive.common import interface
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Copied recipes and configs name modules by paths of their own: ``torchtune_adaptive.launch``.
 __path__.append(str(Path(__file__).parent / "recipe" / "stable"))
