@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "schedule": {"common", "core"},
     "recipe": {"common", "core", "planner", "schedule"},
     "cli": {"common", "core", "planner", "library", "recipe"},
+    "adapt": {"integrations"},
     "__main__": {"cli"},
 }
 FOLDERS = {

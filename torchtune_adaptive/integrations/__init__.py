@@ -12,5 +12,6 @@ from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
     from torchtune_adaptive.integrations.options import Adaptive
+    from torchtune_adaptive.integrations.script import run_script
 else:
     __getattr__, __dir__, __all__ = interface(__name__)
