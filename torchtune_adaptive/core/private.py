@@ -134,6 +134,48 @@ def drop_masks() -> None:
             each.data, each.refcount = None, 0
 
 
+class _NoReducer:
+    """What ``DistributedDataParallel`` has instead of its reducer, and of that one's logger: it calls nothing
+    else of them in forward and backward, and Lightning asks for what would be logged."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.strs_map: dict[str, str] = {}
+        self.ints_map: dict[str, int] = {}
+
+    def prepare_for_forward(self) -> None: ...
+
+    def set_runtime_stats_and_log(self) -> None: ...
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        self.owner.expected = True
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _delay_all_reduce(self) -> None: ...
+
+    def _get_ddp_logging_data(self) -> _NoReducer:
+        return self
+
+
+def reduce_instead(wrapped: DistributedDataParallel, owner: Any) -> None:
+    """Drop the reducer of a wrapper, which gives back its buckets and removes its hooks; ``owner`` reduces
+    instead. ``owner.expected`` is set where the wrapper has run to go backward and reduce gradients."""
+    wrapped.reducer = wrapped.logger = _NoReducer(owner)  # type: ignore[assignment]
+
+
+def reduces_instead(wrapped: DistributedDataParallel) -> Any:
+    """Who does; None if the wrapper has its reducer."""
+    present = getattr(wrapped, "reducer", None)  # which no fake one has
+    return present.owner if isinstance(present, _NoReducer) else None
+
+
+def backward_running() -> int:
+    """The number of the backward pass in which a hook is called; one within another has its own."""
+    return torch._C._current_graph_task_id()
+
+
 def has_communication_hook(wrapped: DistributedDataParallel) -> bool:
     """Whether a hook was registered that communicates in place of DDP (torch 2.13)."""
     return bool(getattr(wrapped, "_comm_hooks", None))
