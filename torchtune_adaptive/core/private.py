@@ -28,6 +28,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 
+# The number of the backward pass in which a hook is called; one within another has its own.
+backward_running = torch._C._current_graph_task_id
+
 
 def schema_of(operation: Any) -> Any:
     """The arguments and results of an operation, with what they share."""
@@ -169,11 +172,6 @@ def reduces_instead(wrapped: DistributedDataParallel) -> Any:
     """Who does; None if the wrapper has its reducer."""
     present = getattr(wrapped, "reducer", None)  # which no fake one has
     return present.owner if isinstance(present, _NoReducer) else None
-
-
-def backward_running() -> int:
-    """The number of the backward pass in which a hook is called; one within another has its own."""
-    return torch._C._current_graph_task_id()
 
 
 def has_communication_hook(wrapped: DistributedDataParallel) -> bool:

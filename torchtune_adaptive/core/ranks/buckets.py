@@ -69,15 +69,12 @@ class Buckets:
         self._bucket_of = {place: n for n, places in enumerate(members) for place in places}
         self.tensors = [_flat([parameters[place] for place in places]) for places in members]
         """The memory of each bucket."""
-        views = {
-            place: view
-            for places, flat in zip(members, self.tensors, strict=True)
-            for place, view in zip(
-                places, _views(flat, [parameters[place] for place in places]), strict=True
-            )
-        }
+        views: dict[int, torch.Tensor] = {}
+        for places, flat in zip(members, self.tensors, strict=True):
+            of_bucket = _views(flat, [parameters[place] for place in places])
+            views.update(zip(places, of_bucket, strict=True))
         self._views = [views[place] for place in range(len(parameters))]
-        self._in_step = False
+        self._in_step = self._last = False
         self._outermost = -1
         self._nested = False
         self._launch: Launch | None = None
@@ -102,15 +99,26 @@ class Buckets:
 
     # --- backward -----------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, launch: Launch | None = None) -> None:
-        """Go backward; where ``launch`` is given, it is called for each bucket that is complete."""
-        if loss.requires_grad:
+    def backward(
+        self, loss: torch.Tensor, launch: Launch | None = None, early: bool = False
+    ) -> None:
+        """Go backward.
+
+        Args:
+            loss: the loss of a micro-batch.
+            launch: function that is called for each bucket, in the last micro-batch.
+            early: whether it may be called while backward goes on.
+        """
+        self._in_step, self._last = True, launch is not None
+        if self._last:
             loss.register_hook(self._begin_outermost)
-        self._in_step, self._launch = True, None if self._nested else launch
+            self._launch = launch if early and not self._nested else None
         try:
             loss.backward()
         finally:
             self._in_step, self._launch = False, None
+        if launch is not None:
+            self.complete(launch)
 
     def _begin_outermost(self, gradient: torch.Tensor) -> None:
         self._outermost = private.backward_running()
@@ -127,6 +135,8 @@ class Buckets:
             return
         if parameter.grad is not self._views[place]:
             self._move(place)
+        if not self._last:
+            return
         if private.backward_running() != self._outermost:
             # In a backward within this one, as of reentrant checkpointing: there may be more to come.
             self._nested = True

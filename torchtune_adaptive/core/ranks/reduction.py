@@ -119,11 +119,9 @@ class Replicas(Reduction):
         return self._wrapped.no_sync()
 
     def backward(self, loss: torch.Tensor, collectives: Collectives, last: bool) -> None:
-        launch = partial(self._launch, collectives)
-        # Where nothing else is launched in this pass, buckets may come at any time: their order is the same.
-        self._buckets.backward(loss, launch if last and collectives.foreseen else None)
-        if last:
-            self._buckets.complete(launch)
+        launch = partial(self._launch, collectives) if last else None
+        # Where a pass launches nothing else, they may come at any time: their order is always the same.
+        self._buckets.backward(loss, launch, early=collectives.foreseen)
 
     def place(self, parameters: Sequence[nn.Parameter], collectives: Collectives) -> None:
         self._buckets.complete(partial(self._launch, collectives))
