@@ -63,6 +63,7 @@ class Buckets:
         """The places of parameters that have no gradient of this rank, once all buckets are complete."""
         self.expected = False
         """Whether the wrapper has run outside of a step, to go backward and reduce gradients."""
+        self._wrapped = weakref.ref(wrapped)  # which refers to this
         self._fills = wrapped.find_unused_parameters
         members = _divided(parameters, wrapped.bucket_bytes_cap)
         self._members = members
@@ -126,7 +127,8 @@ class Buckets:
     def _accumulated(self, place: int, parameter: torch.Tensor) -> None:
         """Called by autograd when it has accumulated a gradient."""
         if not self._in_step:
-            if self.expected:
+            wrapped = self._wrapped()
+            if self.expected and wrapped is not None and wrapped.require_backward_grad_sync:
                 raise UsageError(
                     "model: backward through DistributedDataParallel outside of a step. AdaptiveStep reduces "
                     "the gradients of its model, and here they would differ between ranks. Let the step go "
