@@ -36,7 +36,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.step_costs import costs_of
 from torchtune_adaptive import AdaptiveStep
 
-LAYERS, WIDTH, LENGTH, ROWS = 25, 288, 24, 4
+LAYERS, WIDTH, LENGTH, ROWS = 25, 288, 8, 4
 ACCUMULATION = (1, 4)
 WARM_UP = 4
 """Steps that are not counted: the first ones allocate, and are recorded."""
