@@ -77,7 +77,9 @@ class Buckets:
         self._views = [views[place] for place in range(len(parameters))]
         self._in_step = self._last = False
         self._outermost = -1
-        self._nested = False
+        self._nested: bool | None = (
+            None  # whether backward has others in it; not known before the first
+        )
         self._launch: Launch | None = None
         self.begin()
         self.hooks = [
@@ -113,12 +115,13 @@ class Buckets:
         self._in_step, self._last = True, launch is not None
         if self._last:
             loss.register_hook(self._begin_outermost)
-            self._launch = launch if early and not self._nested else None
+            self._launch = launch if early and self._nested is False else None
         try:
             loss.backward()
         finally:
             self._in_step, self._launch = False, None
         if launch is not None:
+            self._nested = bool(self._nested)
             self.complete(launch)
 
     def _begin_outermost(self, gradient: torch.Tensor) -> None:
