@@ -91,6 +91,21 @@ def throughput() -> list[float]:
     return [float(column(run, "ours, recovery ready", 1)) for run in runs]
 
 
+def with_ddp(place: int) -> str:
+    """A number of a step with one micro-batch; plain DDP's come first, and a slash between."""
+    return column(
+        blocks("ddp_overhead.md", "collectives")[0].partition("collectives")[2], ONE, place
+    )
+
+
+def time_with_ddp() -> list[str]:
+    """The median and quartiles of ours to plain DDP."""
+    return [column(blocks("ddp_overhead.md", "quartiles")[0], ONE, place) for place in range(3)]
+
+
+ONE = "1 micro-batch "
+
+
 def gain(lengths: str, way: str) -> float:
     return float(column(blocks("token_budget.md", f"; {lengths},")[0], way, 3))
 
@@ -153,6 +168,17 @@ CLAIMS = [
             trials("bisect"),
             trials("halving from 512"),
         ),
+    ),
+    Claim(
+        "README.md",
+        r"launches (\d+) collectives where plain DDP launches (\d+)",
+        lambda: (with_ddp(2), with_ddp(0)),
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"(\d+) collectives where plain DDP launches (\d+), and ([\d.]+) times its time "
+        r"\(([\d.]+) to ([\d.]+)\)",
+        lambda: (with_ddp(2), with_ddp(0), *time_with_ddp()),
     ),
     Claim(
         "README.md",

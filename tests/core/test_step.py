@@ -45,6 +45,17 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(lengths: list[int]) ->
         torch.testing.assert_close(seen, gradient)
 
 
+def test_nothing_follows_the_last_micro_batch() -> None:
+    model = tiny_decoder(sharded=False)
+    step = step_of(model, adamw(model))
+    step.forward_backward(batch(), last=True)
+    with pytest.raises(RuntimeError, match="follows that which was said to be the last"):
+        step.forward_backward(batch())
+    step.apply()
+    step.forward_backward(batch(), last=True)
+    assert not step.apply().lost
+
+
 class InOnePlace(torch.autograd.Function):
     """A loss that is returned in the same memory each time, as by a CUDA graph that is replayed."""
 

@@ -105,7 +105,7 @@ def sharded(model: Any, **options: Any) -> nn.Module:
 def test_every_way_to_spread_a_model_has_a_speed(shape: str, ranks: int) -> None:
     found = planned(partial(built, shape), ranks)
     weights = sum(p.numel() for p in build().parameters())
-    of_each = {"replicas": 2 + 2, "hybrid": 2 / 8, "fp32": 4 / 8}[shape]  # replicas have buckets
+    of_each = {"replicas": 2, "hybrid": 2 / 8, "fp32": 4 / 8}[shape]
     assert found.parts["gradients"] == pytest.approx(weights * of_each, rel=0.01)
     assert found.speed is not None
     assert found.speed.rows_per_second_per_gpu == found.speed.tokens_per_second_per_gpu / LENGTH

@@ -28,6 +28,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 
+# The number of the backward pass in which a hook is called; one within another has its own.
+backward_running = torch._C._current_graph_task_id
+
 
 def schema_of(operation: Any) -> Any:
     """The arguments and results of an operation, with what they share."""
@@ -132,6 +135,43 @@ def drop_masks() -> None:
     for each in gc.get_objects():
         if type(each).__name__ == "MaskBuffer" and type(each).__module__.startswith("torch."):
             each.data, each.refcount = None, 0
+
+
+class _NoReducer:
+    """What ``DistributedDataParallel`` has instead of its reducer, and of that one's logger: it calls nothing
+    else of them in forward and backward, and Lightning asks for what would be logged."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.strs_map: dict[str, str] = {}
+        self.ints_map: dict[str, int] = {}
+
+    def prepare_for_forward(self) -> None: ...
+
+    def set_runtime_stats_and_log(self) -> None: ...
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        self.owner.expected = True
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _delay_all_reduce(self) -> None: ...
+
+    def _get_ddp_logging_data(self) -> _NoReducer:
+        return self
+
+
+def reduce_instead(wrapped: DistributedDataParallel, owner: Any) -> None:
+    """Drop the reducer of a wrapper, which gives back its buckets and removes its hooks; ``owner`` reduces
+    instead. ``owner.expected`` is set where the wrapper has run to go backward and reduce gradients."""
+    wrapped.reducer = wrapped.logger = _NoReducer(owner)  # type: ignore[assignment]
+
+
+def reduces_instead(wrapped: DistributedDataParallel) -> Any:
+    """Who does; None if the wrapper has its reducer."""
+    present = getattr(wrapped, "reducer", None)  # which no fake one has
+    return present.owner if isinstance(present, _NoReducer) else None
 
 
 def has_communication_hook(wrapped: DistributedDataParallel) -> bool:

@@ -98,7 +98,7 @@ class ModuleStep(RowStep):
                 f"training_step: returned {loss!r}, and must return the loss of each batch. None would skip "
                 "it on one rank only."
             )
-        return self._unused.joined(loss * (self._weight / self._terms * self._part))
+        return loss * (self._weight / self._terms * self._part)
 
     def _count(self, rows: Sequence[Any] | torch.Tensor, inputs: Any) -> int:
         """The terms in a batch."""

@@ -17,7 +17,6 @@ from torchtune_adaptive.common import UsageError, announce
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows, longest, tokens_in
 from torchtune_adaptive.integrations.summary import summary
-from torchtune_adaptive.integrations.unused import Unused
 from torchtune_adaptive.library import AdaptiveStep, BatchSize, Outcome, find_batch_size
 
 log = logging.getLogger(__name__)
@@ -51,7 +50,6 @@ class RowStep(ABC):
         self._size = 0
         self._rows_of_step = 0
         self._kept: dict[str, Any] = {}
-        self._unused: Unused
 
     @abstractmethod
     def new_step(self) -> AdaptiveStep:
@@ -86,24 +84,21 @@ class RowStep(ABC):
         if self._step is None:
             self._require_repeatable(batches[0])
             self._step, why = self._begin(len(rows))
-        self._unused.forget()
         lengths, groups = self._lengths(rows), self._groups(batches)
         if begins:
             self._announce_size(groups or [len(rows)], why)
         with self.around(self._step):
-            outcome = self._step(
+            return self._step(
                 range(len(rows)),
                 lambda part: self.batch_of(rows, part),
                 self._size,
                 lengths,
                 groups,
             )
-        self._unused.settle(self._step.ranks)
-        return outcome
 
     def _step_of(self, model: Any, optimizer: Any, **more: Any) -> AdaptiveStep:
         """A step of this object, up to the gradient: the loop clips it and steps the optimizer."""
-        options, self._unused = self._options, Unused(model)
+        options = self._options
         return AdaptiveStep(
             model,
             optimizer,
@@ -256,7 +251,6 @@ class RowStep(ABC):
 
     def restore(self) -> None:
         """Set back what a lost attempt has changed."""
-        self._unused.forget()
         for name, value in self._kept.items():
             setattr(self._owner, name, copy.deepcopy(value))
 

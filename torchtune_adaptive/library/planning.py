@@ -270,9 +270,6 @@ class _ModelTracer(StepTracer):
         model = self._built(question.build)
         with self.tracing():
             fill(model, self.device)
-            if not self.recorder.simulated:  # which counts no memory that a constructor takes
-                self.recorder.category = self.recorder.GRADIENTS
-                self._buckets = _buckets(model)
             optimizer = checks.plain_optimizer(question.optimizer(model.parameters()))
             checks.require_trainable(model, optimizer)
             step = TrainStep(
@@ -284,6 +281,7 @@ class _ModelTracer(StepTracer):
                 ranks=self.ranks,
                 options=StepOptions(clip_grad_norm=question.max_grad_norm),
             )
+            self.recorder.relabel(step.buckets, self.recorder.GRADIENTS)
         self.begin(step, [model])
 
     def take_step(self, rows: int) -> RecordedStep:
@@ -376,9 +374,8 @@ def _refuse_autocast() -> None:
 def _only_wrap() -> None:
     """Make ``DistributedDataParallel`` wrap models, and do nothing else, in all of this process.
 
-    Its C++ part cannot hold fake tensors. A step runs micro-batches without its reduction, and sums the
-    gradients itself (see ``core.ranks.reduction``). So what is left of it is the wrapping, and the memory of
-    its buckets.
+    Its C++ part cannot hold fake tensors. A step drops that part anyway, and its buckets, before it makes its
+    own; see Note [Buckets instead of DDP's] in ``core.ranks.buckets``. So what is left of it is the wrapping.
     """
 
     def init(
@@ -387,6 +384,8 @@ def _only_wrap() -> None:
         *_: Any,
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
         mixed_precision: object = None,
         **__: Any,
     ) -> None:
@@ -394,6 +393,8 @@ def _only_wrap() -> None:
         wrapper.module = module
         wrapper.process_group = process_group or dist.group.WORLD  # type: ignore
         wrapper.broadcast_buffers = broadcast_buffers
+        wrapper.bucket_bytes_cap = int((bucket_cap_mb or 25) * (1 << 20))  # as DDP has it
+        wrapper.find_unused_parameters = find_unused_parameters
         wrapper.mixed_precision = mixed_precision  # type: ignore
 
     def forward(wrapper: DistributedDataParallel, *inputs: Any, **named: Any) -> Any:
@@ -402,10 +403,3 @@ def _only_wrap() -> None:
     methods = {"__init__": init, "forward": forward, "no_sync": lambda wrapper: nullcontext()}
     for name, method in methods.items():
         setattr(DistributedDataParallel, name, method)
-
-
-def _buckets(model: nn.Module) -> list[torch.Tensor]:
-    """Memory for the buckets, which are as large as the gradients; none if the model is not wrapped."""
-    wrapped = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
-    trained = [p for one in wrapped for p in one.parameters() if p.requires_grad]
-    return [torch.empty_like(p, requires_grad=False) for p in trained]

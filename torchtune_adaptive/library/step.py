@@ -229,13 +229,15 @@ class AdaptiveStep:
         if not self.train_step.options.optimizer_steps:
             self.train_step.drop_gradients()  # of the step before, which were the caller's
 
-        def micro_batches(size: int) -> Iterator[Any]:
+        def collated(number: int, part: Sequence[int]) -> Any:
+            self.objective.begins = number == 0
+            return collate_fn([rows[position] for position in part])
+
+        def micro_batches(size: int) -> _MicroBatches:
             if sizes:
                 self.restore()
             sizes.append(size)
-            for number, part in enumerate(divide(0, size)):
-                self.objective.begins = number == 0
-                yield collate_fn([rows[position] for position in part])
+            return _MicroBatches(divide(0, size), collated)
 
         outcome = self._runner.run(micro_batches, self.steps + 1, self._adjusted)
         self.steps += 1
@@ -385,6 +387,21 @@ class AdaptiveStep:
         if self._size:
             self._begin(self._size, state.get("unit", "row"))
         self._runner.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class _MicroBatches:
+    """The micro-batches of a step, each collated when its turn comes; so it is known which is the last."""
+
+    parts: Sequence[Sequence[int]]
+    """The positions of the rows in each."""
+    collated: Callable[[int, Sequence[int]], Any]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.collated(number, part) for number, part in enumerate(self.parts))
 
 
 def _relieving(functions: Any) -> Switches:

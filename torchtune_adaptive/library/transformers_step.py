@@ -183,7 +183,11 @@ class TransformersStep:
             found = "computed before" if self.precompute_ref_log_probs else reference
             lines.append(f"reference: {found}; a row is a pair, whose two halves are one batch")
         if self.ranks > 1:
-            how = "FSDP2 as accelerate 1.15 wraps it" if self.fsdp else "DDP, with its buckets"
+            how = (
+                "FSDP2 as accelerate 1.15 wraps it"
+                if self.fsdp
+                else "DDP, with gradients in buckets"
+            )
             lines.append(f"ranks: {how}")
         mask = "with padding, which costs a mask" if self.padded else "without padding"
         lines.append(f"rows: {mask} (padded=True or False)")

@@ -86,7 +86,7 @@ USED = """
     dataloader_drop_last dataloader_num_workers dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names
     train_sampling_strategy length_column_name ddp_backend ddp_timeout fsdp fsdp_config debug
-    ddp_find_unused_parameters
+    ddp_find_unused_parameters ddp_bucket_cap_mb
     skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank
 """
 """What the trainer itself uses, in code that runs as it is."""

@@ -202,12 +202,17 @@ class Collectives:
         """Whether the models have run between steps since the last reset; see ``step.train_step``."""
         if self.survive or self.reducing is not None:
             for model in self.models:
-                fsdp.watch_collectives(model, self._watch, self.reducing)
+                fsdp.watch_collectives(model, self.watch, self.reducing)
 
     @property
     def recording(self) -> bool:
         """Whether the sequence is not certain yet: a failure must be announced before the next collective."""
         return self._asked is not _Asked.NOBODY
+
+    @property
+    def foreseen(self) -> bool:
+        """Whether all that this pass launches is known, and launched by ``watch``."""
+        return not self.recording and not self._sees_all
 
     def record_anew(self, *, of_any_shape: bool = True) -> None:
         """Forget the launches that are recorded for each shape of micro-batches and, unless told otherwise,
@@ -378,8 +383,8 @@ class Collectives:
 
     # --- launches -------------------------------------------------------------------------------------
 
-    def _watch(self, launch: partial[Any], *then: partial[Any]) -> Any:
-        """Launch what FSDP launches, which will go on with ``then``."""
+    def watch(self, launch: partial[Any], *then: partial[Any]) -> Any:
+        """Launch what FSDP launches, which will go on with ``then``; or what reduces replicas."""
         if not self.survive or not self._in_step:
             self.disturbed = self.survive
             return launch()
@@ -427,7 +432,9 @@ class Collectives:
     def _note_one(self, launch: Launch) -> None:
         if self._unrecorded:
             return
-        self._note([replace(launch, of_fsdp=self._in_hook)])
+        if self._in_hook:  # which knows what it reduces in place
+            launch = replace(launch, of_fsdp=True, refused="")
+        self._note([launch])
 
     def _note(self, launches: Sequence[Launch]) -> None:
         """Agree on launches that follow each other, and record them.

@@ -58,7 +58,7 @@ class Launch:
     key: tuple[Any, ...]
     """What two launches are compared by."""
     of_fsdp: bool = False
-    """Whether one of FSDP's hooks for collectives makes it."""
+    """Whether one of FSDP's hooks for collectives makes it, or one that reduces replicas."""
     follows_data: bool = False
     """Whether its sizes may be others for other data of the same shape: an all-to-all that is told the sizes
     of its parts. In a rotation, which sends one part and gets one, there is nothing to choose."""

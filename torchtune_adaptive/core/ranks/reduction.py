@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from zlib import crc32
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -14,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.buckets import Buckets
+from torchtune_adaptive.core.ranks.collectives import Collectives
 from torchtune_adaptive.core.ranks.supported import is_split, wrapped_in
 
 _NO_CONTEXT = nullcontext()
@@ -27,33 +31,45 @@ class Reduction:
             caller has set another; 1 if they are summed.
     """
 
-    after_backward = False
-    """Whether gradients are reduced in ``finish``, and not in the backward pass of each micro-batch."""
+    in_last = False
+    """Whether gradients of all micro-batches are reduced together, in the backward pass of the last one or,
+    if nobody says which that is, by ``place``."""
 
     places = False
-    """Whether gradients are placed, by ``place``, after all micro-batches of a step."""
+    """Whether something is launched by ``place``, after all micro-batches of a step."""
+
+    fingerprint: int | None = None
+    """A number of 20 bits that tells which parameters have a gradient of this rank, where that matters."""
+
+    memory: Sequence[torch.Tensor] = ()
+    """The memory that gradients have even before a step."""
 
     def __init__(self, averaged_over: float) -> None:
         self.averaged_over = averaged_over
+
+    def begin(self) -> None:
+        """Begin a step, also after one that was given up."""
 
     def apart(self) -> AbstractContextManager[None]:
         """The context in which forward and backward run."""
         return _NO_CONTEXT
 
-    def place(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Give each gradient the placement of its parameter. This launches collectives."""
+    def backward(self, loss: torch.Tensor, collectives: Collectives, last: bool) -> None:
+        """Go backward. ``last`` says that this is the last micro-batch, where gradients are reduced in it."""
+        loss.backward()
 
-    def finish(self, parameters: Sequence[nn.Parameter], failed: bool) -> bool:
-        """Reduce what is not reduced yet, after all micro-batches of a step.
+    def place(self, parameters: Sequence[nn.Parameter], collectives: Collectives) -> None:
+        """Launch what turns gradients into those of the parameters, after all micro-batches."""
 
-        Args:
-            parameters: the parameters that are trained.
-            failed: whether this rank has failed, which others may not know.
+    def wait(self) -> None:
+        """Wait until all gradients are reduced."""
 
-        Returns:
-            False if nothing was reduced, because a rank has failed; then all know.
+    def settle(self, alike: bool) -> None:
+        """Look at what the ranks have told each other: whether all have the same ``fingerprint``.
+
+        Raises:
+            UsageError: on every rank, if they have gradients of different parameters, and must not.
         """
-        return True
 
 
 class SplitLayers(Reduction):
@@ -65,7 +81,7 @@ class SplitLayers(Reduction):
 
     places = True
 
-    def place(self, parameters: Sequence[nn.Parameter]) -> None:
+    def place(self, parameters: Sequence[nn.Parameter], collectives: Collectives) -> None:
         for parameter in parameters:
             gradient = parameter.grad
             if (
@@ -80,45 +96,65 @@ class Replicas(Reduction):
     """Every rank has a copy of the whole model, wrapped in ``DistributedDataParallel``.
 
     That reduces gradients during backward, and cannot be reset after an exception in it. So micro-batches
-    run without its reduction (``no_sync``, as accumulation does), and none of them has a collective that
-    another rank could wait in; see Note [Failure before a collective] in ``step.failures``.
+    run without its reduction (``no_sync``, as accumulation does), and gradients are reduced in buckets of
+    ours; see Note [Buckets instead of DDP's] in ``ranks.buckets``.
     """
 
-    after_backward = True
+    in_last = places = True
 
     def __init__(self, wrapped: DistributedDataParallel, ranks: Ranks) -> None:
         super().__init__(averaged_over=1)
         self._wrapped = wrapped
         self._ranks = ranks
+        self._buckets = Buckets.of(wrapped)
+        self._works: list[dist.Work] = []
+        self.memory = self._buckets.tensors
+
+    def begin(self) -> None:
+        self.wait()  # or the step that was given up would still write where the next one does
+        self._buckets.begin()
 
     def apart(self) -> AbstractContextManager[None]:
+        self._buckets.expected = False
         return self._wrapped.no_sync()
 
-    def finish(self, parameters: Sequence[nn.Parameter], failed: bool) -> bool:
-        """Replace each gradient by its sum over all ranks, in place: this takes no memory.
+    def backward(self, loss: torch.Tensor, collectives: Collectives, last: bool) -> None:
+        launch = partial(self._launch, collectives) if last else None
+        # Where a pass launches nothing else, they may come at any time: their order is always the same.
+        self._buckets.backward(loss, launch, early=collectives.foreseen)
 
-        Raises:
-            UsageError: on every rank, if they have gradients of different parameters.
-        """
-        gradients = [parameter.grad for parameter in parameters]
-        fingerprint = crc32(bytes(gradient is not None for gradient in gradients))
-        least, most = self._ranks.spread(-1 if failed else fingerprint)
-        if least < 0:
-            return False
-        if least != most:
-            raise UsageError(
-                "model: in a step, some parameters had a gradient on one rank and not on another, so they "
-                "cannot be summed. Let every parameter take part in every loss, if only with the factor 0."
-            )
-        pending = [
-            dist.all_reduce(gradient, group=self._wrapped.process_group, async_op=True)
-            for gradient in gradients
-            if gradient is not None
-        ]
-        for work in pending:
-            assert work is not None
+    def place(self, parameters: Sequence[nn.Parameter], collectives: Collectives) -> None:
+        self._buckets.complete(partial(self._launch, collectives))
+
+    def _launch(self, collectives: Collectives, number: int) -> None:
+        group = self._wrapped.process_group
+        call = partial(self._buckets.all_reduce, number, group=group, async_op=True)
+        self._works.append(collectives.watch(call))
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
             work.wait()
-        return True
+
+    @property
+    def fingerprint(self) -> int:  # type: ignore[override]
+        missing = self._buckets.missing
+        return 1 + crc32(repr(missing).encode()) % ((1 << 20) - 1) if missing else 0
+
+    def settle(self, alike: bool) -> None:
+        """Drop, too, what was filled with zeros and no rank has used, as the optimizer leaves that alone."""
+        missing = self._buckets.missing
+        if not self._wrapped.find_unused_parameters:
+            if not alike:
+                raise UsageError(
+                    "model: in a step, some parameters had a gradient on one rank and not on another, so "
+                    "they cannot be summed. Let every parameter take part in every loss, if only with the "
+                    "factor 0, or pass find_unused_parameters=True to DistributedDataParallel."
+                )
+            return
+        of_ranks = [missing] if alike else self._ranks.gather(missing)
+        for place in set(missing).intersection(*of_ranks):
+            self._buckets.parameters[place].grad = None
 
 
 def reduction_of(model: nn.Module, ranks: Ranks, holders: Ranks) -> Reduction:

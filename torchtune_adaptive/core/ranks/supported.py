@@ -150,6 +150,10 @@ def _require_plain_replicas(
         problem = "it broadcasts buffers in each forward pass. Pass broadcast_buffers=False"
     elif wrapped.mixed_precision is not None:
         problem = "its mixed_precision is not supported. Use torch.autocast in forward"
+    elif sparse := [n for n, m in wrapped.named_modules() if getattr(m, "sparse", False) is True]:
+        problem = (
+            f"gradients of {sparse[0]} are sparse, and those in a bucket are not. Pass sparse=False"
+        )
     elif private.has_communication_hook(wrapped):
         problem = "a communication hook would be bypassed. Do not register any"
     if problem:

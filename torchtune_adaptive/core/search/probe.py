@@ -149,8 +149,8 @@ class Probe:
     def _take_step(self, micro_batches: Sequence[dict[str, Any]]) -> str | None:
         """The stage in which this rank ran out of memory, if it did."""
         try:
-            for batch in micro_batches:
-                self.step.forward_backward(batch)
+            for number, batch in enumerate(micro_batches, 1):
+                self.step.forward_backward(batch, last=number == len(micro_batches))
             outcome = self.step.apply(trial=True)
         except StepHalfApplied as half_applied:
             self.step.forget()

@@ -65,6 +65,8 @@ class StepDone:
     """The noise in the gradient, as far as it is measured and the step says anything about it."""
     metrics: Mapping[str, float]
     """Means, over the same terms, of what the objective reports besides the loss."""
+    alike: bool = True
+    """Whether all ranks had the same fingerprint."""
 
 
 StepOutcome = StepDone | StepLost
@@ -94,7 +96,10 @@ class Total(IntEnum):
     # Four for gradient noise, even where it is not measured: so measuring changes no sum's rounding.
     NOISE = 5
     STOP = 9
-    METRICS = 10
+    # Of these two, the ranks have the same only if the square of the sum is that of as many equal terms.
+    FINGERPRINT = 10
+    SQUARED_FINGERPRINT = 11
+    METRICS = 12
 
 
 @dataclass
@@ -147,10 +152,23 @@ class Exchange:
         # Copied, as the next micro-batch may write where this one's was returned.
         self.loss = loss.clone() if self.loss is None else self.loss + loss
 
-    def run(self, failed: bool, squared_norm: torch.Tensor | None) -> StepDone | None:
-        """Tell the others, in the one moment of a step when the host waits for the device; None if a rank has
-        failed. ``squared_norm`` is this rank's part of that of the gradient, where it is wanted."""
+    def run(
+        self, failed: bool, squared_norm: torch.Tensor | None, fingerprint: int | None = None
+    ) -> StepDone | None:
+        """Tell the others, in the one moment of a step when the host waits for the device.
+
+        Args:
+            failed: whether this rank has failed.
+            squared_norm: its part of the squared norm of the gradient, where that is wanted.
+            fingerprint: a number of at most 20 bits, where the ranks should have the same. Then sums of its
+                square are exact for 8,192 ranks.
+
+        Returns:
+            The outcome of the step; None if a rank has failed.
+        """
         told: _Told = {Total.FAILED: 1.0} if failed else self._healthy(squared_norm)
+        if fingerprint and not failed:
+            told[Total.FINGERPRINT], told[Total.SQUARED_FINGERPRINT] = fingerprint, fingerprint**2
         if retries := self.memory.end_step():
             told[Total.RETRIES] = retries
         if self.stop_requested():
@@ -199,4 +217,6 @@ class Exchange:
             overflow=self.scaling.overflows(squared),
             noise=self.noise.over_ranks(summed[Total.NOISE : Total.STOP], weight, squared),
             metrics=dict(zip(self.metrics, means, strict=True)),
+            alike=self.ranks.size * summed[Total.SQUARED_FINGERPRINT]
+            == summed[Total.FINGERPRINT] ** 2,
         )

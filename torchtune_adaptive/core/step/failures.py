@@ -11,12 +11,12 @@ the exchange, and makes up for the collectives that it has missed. They are, in 
    sequence is being recorded, nobody knows the rest. So the ranks agree on the host before each collective;
    the others raise ``AnotherRankFailed`` instead of entering it, and all of those that agree know. Gradients
    that tensor parallelism left as terms of a sum are summed in a pass of its own after the last backward.
-2. With replicas, after the last backward: the ranks agree on the host whether one has failed, in a pass or
-   while it measured noise. Only if none has do they reduce gradients, in place, which takes no memory.
-3. The exchange (``Exchange``), a step's one all-reduce of its own. A rank that has failed before, the norm of
+   With replicas, these are the buckets of gradients, in the last backward or, where noise is measured or
+   nobody says which backward is the last, in a pass of their own after it.
+2. The exchange (``Exchange``), a step's one all-reduce of its own. A rank that has failed before, the norm of
    the gradient included, says so in it. Its buffer exists from the beginning. Where all know already, it is
    left out by all.
-4. In a lost step only: the ranks tell each other, on the host, where they failed.
+3. In a lost step only: the ranks tell each other, on the host, where they failed.
 
 After a healthy exchange all ranks change their parameters. A failure then is tried again as long as nothing
 has changed (``Failures.insist``), and then raises ``StepHalfApplied``; no collective follows in which others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import length_hint
 from typing import Any
 
 from torchtune_adaptive.common import TrainingOutOfMemory, counted
@@ -100,7 +101,8 @@ class StepRunner:
         """Take a step.
 
         Args:
-            micro_batches: makes the micro-batches of the step, given their size; called for each attempt.
+            micro_batches: makes the micro-batches of the step, given their size; called for each attempt. If
+                they have a length, it is known which is the last.
             number: the number of the step, counted from 1.
             adjusted: called with what is done about memory, before the next attempt.
 
@@ -128,8 +130,10 @@ class StepRunner:
 
     def _attempt(self, micro_batches: Callable[[int], Iterable[Batch]], number: int) -> StepOutcome:
         try:
-            for batch in micro_batches(self.size):
-                self.step.forward_backward(batch)
+            batches = micro_batches(self.size)
+            number_of_them = length_hint(batches)
+            for position, batch in enumerate(batches, 1):
+                self.step.forward_backward(batch, last=position == number_of_them)
             return self.step.apply()
         except StepHalfApplied as half_applied:
             raise TrainingOutOfMemory(

@@ -25,7 +25,7 @@ class SmallBatches:
     def __init__(self, device: torch.device, reduction: Reduction, on: bool) -> None:
         self.on = on
         self._averaged_over = reduction.averaged_over
-        self.of_rank = on and reduction.after_backward
+        self.of_rank = on and reduction.in_last
         """Whether all micro-batches of a rank are one small batch."""
         if on:  # or not a byte of the device is taken
             self._reduced = torch.zeros((), dtype=torch.float64, device=device)

@@ -1,7 +1,7 @@
 """One optimizer step: the same object wherever one is needed, so that what is probed is what is trained.
 
-    for batch in micro_batches:
-        step.forward_backward(batch)
+    for number, batch in enumerate(micro_batches, 1):
+        step.forward_backward(batch, last=number == len(micro_batches))
     outcome = step.apply()
 
 Running out of memory does not raise while the step can still be discarded; see Note [Failure before a
@@ -132,6 +132,8 @@ class TrainStep:
         self._reduction = reduction_of(model, ranks, self._holders)
         measures_noise = options.measure_noise and not options.optimizer_in_backward
         self._noise = SmallBatches(device, self._reduction, measures_noise)
+        # Noise is measured where the gradient of each rank is complete, and not yet reduced.
+        self._reduces_in_last = self._reduction.in_last and not measures_noise
         loss_scale = gradients.LossScale.of(options.scaler)
         self._scaling = gradients.Scaling(
             self._reduction.averaged_over, options.clip_grad_norm, loss_scale
@@ -161,6 +163,9 @@ class TrainStep:
         self._connect()
         for each in self._models:
             memory.adopt([*each.parameters(), *each.buffers()])
+        self.buckets = self._reduction.memory
+        """The memory that gradients have even before a step."""
+        memory.adopt(self.buckets)
         memory.adopt(tensors_in([[*optimizer.state.values()] for optimizer in self.optimizers]))
         self._begin()
 
@@ -193,6 +198,8 @@ class TrainStep:
     def _begin(self) -> None:
         self._graph: torch.Tensor | None = None  # between forward and backward
         self._agreed: StepOutcome | None = None  # where the optimizer steps in backward
+        self._had_last = False
+        self._reduction.begin()
         self._failures.begin()
         self._noise.begin()
         self._exchange.begin()
@@ -250,19 +257,32 @@ class TrainStep:
 
     # --- forward and backward -------------------------------------------------------------------
 
-    def forward_backward(self, batch: Batch) -> None:
-        """Add one micro-batch to the step."""
+    def forward_backward(self, batch: Batch, last: bool = False) -> None:
+        """Add one micro-batch to the step.
+
+        Args:
+            batch: the micro-batch, on the host.
+            last: whether it is known to be the step's last one, on all ranks. Then replicas are reduced while
+                backward goes on, and otherwise after it.
+        """
+        if self._had_last:
+            raise RuntimeError(
+                "a micro-batch follows that which was said to be the last of the step"
+            )
+        self._had_last = last
         if self.collectives.disturbed and self._exchange.loss is None:
             # FSDP would take a forward pass that had no backward for a part of this step, and gather more.
             self._reset_models()
-        self.collectives.begin_pass("training", partial(_shape_of, batch))
+        reduces = last and self._reduces_in_last
+        kind = "training, last" if reduces else "training"
+        self.collectives.begin_pass(kind, partial(_shape_of, batch))
         with self._reduction.apart():
             self._failures.do("forward", self._forward, batch)
             if self.options.optimizer_in_backward:
                 # Backward is the optimizer step: gradients are scaled in it, and there is no way back.
                 self._failures.look_elsewhere()
                 self._agreed = self._agree()
-            self._failures.do("backward", self._backward)
+            self._failures.do("backward", self._backward, reduces)
         self._failures.end_pass()
 
     def _forward(self, batch: Batch) -> None:
@@ -292,14 +312,14 @@ class TrainStep:
         with self._activations:
             return self.model(*arguments, **named)
 
-    def _backward(self) -> None:
+    def _backward(self, reduces: bool) -> None:
         loss, self._graph = self._graph, None
         assert loss is not None
         if self._agreed is not None and not self._agreed.lost:
             loss = loss * self._scaling.to_mean(self._agreed.weight)
         if self._scaling.loss_scale is not None:
             loss = loss * self._scaling.loss_scale.factor
-        loss.backward()
+        self._reduction.backward(loss, self.collectives, reduces)
 
     # --- between steps, without gradients -----------------------------------------------------------
 
@@ -421,6 +441,7 @@ class TrainStep:
         outcome = self._agree(self._reduced())
         if outcome.lost:
             return outcome
+        self._reduction.settle(outcome.alike)
         scale = self._scaling.loss_scale
         factor = self._scaling.factor(outcome.weight, outcome.gradient_norm)  # before it changes
         if scale is not None and not trial:
@@ -449,12 +470,11 @@ class TrainStep:
         self.collectives.wait_for_pending()
         if self._noise.of_rank:
             failures.attempt("gradient noise", self._noise.before_reduction, self._gradients())
-        if self._reduction.places:
+        if self._reduction.places and not (self._had_last and self._reduces_in_last):
             self.collectives.begin_pass("reduction")
-            failures.do("reduction", self._reduction.place, self._parameters)
+            failures.do("reduction", self._reduction.place, self._parameters, self.collectives)
             failures.end_pass()
-        if not self._reduction.finish(self._parameters, failed=not failures.none):
-            failures.all_know()
+        self._reduction.wait()
         if not (self._scaling.needs_norm or self._noise.measured):
             return None
         return failures.attempt("gradient norm", self._squared_gradient_norm)
@@ -462,7 +482,8 @@ class TrainStep:
     def _agree(self, squared_norm: torch.Tensor | None = None) -> StepOutcome:
         """The outcome of the step on all ranks; if one of them has failed, nothing is left of it."""
         if not self._failures.known:
-            done = self._exchange.run(not self._failures.none, squared_norm)
+            failed = not self._failures.none
+            done = self._exchange.run(failed, squared_norm, self._reduction.fingerprint)
             if done is not None:
                 return done
             self._failures.all_know()

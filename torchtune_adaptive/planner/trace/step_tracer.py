@@ -162,9 +162,9 @@ class StepTracer:
         def take(log: OperationLog | None) -> None:
             batch = make_batch()
             recorder.peak = recorder.in_use
-            for _ in range(micro_batches):
+            for number in range(1, micro_batches + 1):
                 recorder.category = recorder.INPUTS
-                step.forward_backward(batch)
+                step.forward_backward(batch, last=number == micro_batches)
                 if log is not None:
                     log.next_part()
             parameters = list(step.model.parameters())
