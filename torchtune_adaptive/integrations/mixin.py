@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import refusals
+from torchtune_adaptive.integrations.evaluation import Evaluation
 from torchtune_adaptive.integrations.facts import check_versions
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.trainer_step import state_in
@@ -29,6 +30,7 @@ class AdaptiveMixin(_Trainer):
         check_versions("transformers", "accelerate", *["trl"] * of_trl)
         refusals.require_known_trainer(type(self), self.of_rollouts)
         self._adaptive_step: Any = None  # a TrainerStep; other names of its kind are TRL's
+        self._adaptive_evaluation = Evaluation(self, lambda: self._adaptive_step)
         super().__init__(*args, **kwargs)
         refusals.require_supported(self)
         state_in(self)

@@ -17,14 +17,15 @@ import torch
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.core import Generators
 from torchtune_adaptive.integrations import private, refusals
-from torchtune_adaptive.integrations.row_step import OnHost, RowStep
+from torchtune_adaptive.integrations.first_look import terms_of_loss
+from torchtune_adaptive.integrations.row_step import RowStep
 from torchtune_adaptive.integrations.rows import KeptRows
-from torchtune_adaptive.integrations.terms import Terms, TermsFinder, with_a_label
+from torchtune_adaptive.integrations.terms import Terms, with_a_label
 from torchtune_adaptive.library import AdaptiveStep
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """How a model's methods for it begin; the older names warn where there are others."""
-_LAUNCHING = ("gather", "reduce", "pad_across_processes")
+LAUNCHING = ("gather", "reduce", "pad_across_processes")
 """An accelerator's methods that launch a collective; ``gather_for_metrics`` calls the first."""
 
 
@@ -36,6 +37,7 @@ class TrainerStep(RowStep):
         super().__init__(trainer, trainer.restored, trainer.adaptive, loader, args.device)
         self._trainer = trainer
         self._of_step: Sequence[KeptRows] = ()
+        self._prepared: AdaptiveStep | None = None
         self._terms = Terms.ITEMS
         """What the loss is a mean of."""
         self._shared: list[int] = []
@@ -110,57 +112,32 @@ class TrainerStep(RowStep):
             return self._rows_of_step / rows
         return len(self._of_step)
 
+    @property
+    def terms(self) -> Terms | None:
+        """What the loss is a mean of; None before the first step."""
+        return None if self._step is None else self._terms
+
     # --- what the loss is a mean of -----------------------------------------------------------------
 
     def _look_at_loss(self, step: AdaptiveStep) -> None:
         if refusals.is_mean_over_rows(type(self._trainer)):
             self._terms = Terms.ROWS
             return
-        drawn, model = Generators(self._device), self._trainer.accelerator.unwrap_model(self._model)
-        rows = [row for batch in self._of_step for row in batch.rows]
-        losses = step.forward_only(self._loss_alone, name="a first look at the loss")
+        drawn, rows = Generators(self._device), [row for one in self._of_step for row in one.rows]
+        batches = len(self._of_step)
         with self.around(step):
-            finder = TermsFinder(
-                lambda tried: losses(tried, lambda one: OnHost(one[0]), 1),
-                self._collated,
-                rows,
-                step.ranks,
-                rounding=_rounding(model, self._trainer.args.bf16),
+            terms = terms_of_loss(
+                self._trainer, self._model, step, rows, self._collated, self._items, batches
             )
-            self._terms = self._terms_by(finder, type(model).__name__)
         drawn.restore()
         self.restore()
-
-    def _terms_by(self, finder: TermsFinder, model: str) -> Terms:
-        if self._items is not None and finder.divides_by_items():
-            return Terms.ITEMS
-        terms = finder.mean_of()
-        if terms is None:
-            raise UsageError(
-                f"compute_loss: the loss of {model} is not divided by num_items_in_batch, and is a mean of "
-                "neither rows nor labels, so it follows how rows are put together. Divide a sum over them by "
-                "num_items_in_batch, in compute_loss_func, or use the plain trainer."
-            )
         if terms.of_labels and self._options.token_budget:
+            model = self._trainer.accelerator.unwrap_model(self._model)
             raise UsageError(
-                f"token_budget: the loss of {model} is a mean over the labels of a batch, so the rows of a "
-                "micro-batch are of one batch, whatever their length. Leave it off."
+                f"token_budget: the loss of {type(model).__name__} is a mean over the labels of a batch, so "
+                "the rows of a micro-batch are of one batch, whatever their length. Leave it off."
             )
-        return terms
-
-    def _loss_alone(self, held: OnHost) -> list[float]:
-        """The loss of a batch, as in evaluation."""
-        from accelerate.utils import send_to_device
-
-        trainer, tried = self._trainer, held.value
-        torch.manual_seed(tried.seed)
-        # What the trainer itself divides by follows the items, as both do in a larger step.
-        trainer.current_gradient_accumulation_steps = len(self._of_step) * tried.items
-        inputs = send_to_device(tried.inputs, self._device)
-        items = None if self._items is None else self._items * tried.items
-        # Not compiled for these few shapes, and yet by way of what shards the model, which may be outside.
-        with torch.compiler.set_stance("force_eager"), trainer.compute_loss_context_manager():
-            return [float(trainer.compute_loss(self._model, inputs, num_items_in_batch=items))]
+        self._terms = terms
 
     def _groups(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
         self._shared = [
@@ -196,7 +173,7 @@ class TrainerStep(RowStep):
         batches = trainer.current_gradient_accumulation_steps
         self._found: list[torch.Tensor] = []
         replaced: dict[str, Any] = {
-            name: partial(step.collective, getattr(accelerator, name)) for name in _LAUNCHING
+            name: partial(step.collective, getattr(accelerator, name)) for name in LAUNCHING
         }
         replaced["backward"] = lambda loss, **_: self._found.append(loss)
         try:
@@ -205,7 +182,21 @@ class TrainerStep(RowStep):
         finally:
             trainer.current_gradient_accumulation_steps = batches
 
+    def prepare(self) -> AdaptiveStep:
+        """The step, which is there before the first is taken: completions are generated before, and an
+        evaluation may come first.
+
+        Not made in the middle of a step, where FSDP may have been told to keep gradients for the next batch.
+        """
+        if self._prepared is None:
+            self._model = self._trainer.model_wrapped
+            self._prepared = self._new_step()
+        return self._prepared
+
     def new_step(self) -> AdaptiveStep:
+        return self.prepare()
+
+    def _new_step(self) -> AdaptiveStep:
         trainer, reference = self._trainer, getattr(self._trainer, "ref_model", None)
         return self._step_of(
             self._model,
@@ -268,10 +259,3 @@ def _checkpointing(trainer: Any) -> tuple[Callable[[], Any], Callable[[], Any]] 
         return None
     enable, disable = getattr(model, f"{name}_enable"), getattr(model, f"{name}_disable")
     return lambda: enable({"use_reentrant": False}), disable
-
-
-def _rounding(model: torch.nn.Module, half: bool) -> float:
-    """The relative error of a loss."""
-    kinds = {each.dtype for each in model.parameters() if each.is_floating_point()}
-    kinds |= {torch.bfloat16} if half else set()
-    return max(8 * torch.finfo(kind).eps for kind in kinds)
