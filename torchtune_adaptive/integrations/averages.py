@@ -2,20 +2,26 @@
 
 A trainer appends a value for each batch that it computes a loss of. A batch that is taken in parts has as
 many values. They are averaged by what each is a mean of, so that a log does not show how it was divided.
+Where a part has rows of several batches, its value is that of each.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 
+from torchtune_adaptive.integrations import private, refusals
 from torchtune_adaptive.integrations.parts import weighted_mean
 from torchtune_adaptive.integrations.terms import Terms
 
 Values = Mapping[str, Sequence[float]]
+Added = Mapping[str, float | None]
 
 COUNTS = ("rows", "labels", "tokens", "chosen", "rejected", "chosen rows", "rejected rows")
 """What a metric may be a mean of: rows, labels but the first of each row, tokens of completions: all, those
@@ -68,17 +74,77 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def appended(before: Values, after: Values) -> dict[str, float]:
-    """The value that a part of a batch has added to each metric."""
-    return {
-        name: values[-1]
-        for name, values in after.items()
-        if len(values) == len(before.get(name, ())) + 1
-    }
+@contextmanager
+def noted(metrics: Callable[[], Values]) -> Iterator[Added]:
+    """A context that gives what is added to each metric in it; None to one whose value is replaced."""
+    before = {name: (values, len(values)) for name, values in metrics().items()}
+    added: dict[str, float | None] = {}
+    yield added
+    for name, values in metrics().items():
+        same, count = before.get(name, (values, 0))
+        if values is not same:
+            added[name] = None
+        elif len(values) == count + 1:
+            added[name] = values[-1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the rows of some batches."""
+
+    rows: Sequence[int]
+    """Their numbers."""
+    added: Added
+    """What it has added to each metric."""
+    counts: Sequence[int]
+    """How much it has of each of ``COUNTS``, on this rank."""
+
+
+def settle(
+    trainer: Any,
+    mode: str,
+    before: Values,
+    batches: Sequence[int],
+    parts: Sequence[Part],
+) -> None:
+    """Give a trainer's metrics a value for each batch, in the place of those of the parts; on all ranks.
+
+    Args:
+        mode: ``train`` or ``eval``.
+        before: the metrics before these batches.
+        batches: the number of rows in each batch.
+        parts: the same number on each rank.
+    """
+    if not any(part.added for part in parts):
+        return
+    accelerator, metrics = trainer.accelerator, private.metrics_in(vars(trainer), mode)
+    counted = torch.tensor([[part.counts for part in parts]], device=accelerator.device)
+    # Of the ranks whose metrics count, at the end of the data, too.
+    weights = accelerator.gather_for_metrics(counted).sum(0).tolist()
+    own = refusals.name_in_trl(type(trainer))
+    found: dict[str, list[float]] = {}
+    for end, size in zip(accumulate(batches), batches, strict=True):
+        within = range(end - size, end)
+        shares = [sum(row in within for row in part.rows) / len(part.rows) for part in parts]
+        some = [
+            (part.added, row, share)
+            for part, row, share in zip(parts, weights, shares, strict=True)
+            if share
+        ]
+        values = averaged(
+            own,
+            [added for added, _, _ in some],
+            [[share * count for count in row] for _, row, share in some],
+        )
+        for name, value in values.items():
+            found.setdefault(name, []).append(value)
+    replaced = {name for part in parts for name, value in part.added.items() if value is None}
+    for name in found.keys() - replaced:
+        metrics[name] = [*before.get(name, ()), *found[name]]
 
 
 def averaged(
-    trainer: str | None, parts: Sequence[Mapping[str, float]], weights: Sequence[Sequence[float]]
+    trainer: str | None, parts: Sequence[Added], weights: Sequence[Sequence[float]]
 ) -> dict[str, float]:
     """The metrics of a batch.
 
@@ -90,13 +156,17 @@ def averaged(
     means_of = _MEANS_OF.get(trainer or "", {})
     found = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        values = [part[name] for part in parts if name in part]
+        column = COUNTS.index(means_of.get(name, "rows"))
+        pairs = [
+            (value, row[column])
+            for part, row in zip(parts, weights, strict=True)
+            if (value := part.get(name)) is not None
+        ]
+        values, of_parts = [value for value, _ in pairs], [weight for _, weight in pairs]
         if name.startswith(("min_", "max_")):
             found[name] = min(values) if name.startswith("min_") else max(values)
-            continue
-        column = COUNTS.index(means_of.get(name, "rows"))
-        of_parts = [row[column] for part, row in zip(parts, weights, strict=True) if name in part]
-        found[name] = weighted_mean(values, of_parts)
+        elif values:
+            found[name] = weighted_mean(values, of_parts)
     both = ("rewards/chosen", "rewards/rejected")
     if trainer == "KTOTrainer" and found.keys() >= {*both}:  # means over different rows
         found["rewards/margins"] = found[both[0]] - found[both[1]]

@@ -55,6 +55,8 @@ class _Part:
     inputs: Any
     items: float | None
     """What its loss was divided by."""
+    added: averages.Added
+    """What it has added to each metric."""
 
 
 class Evaluation:
@@ -127,7 +129,6 @@ class Evaluation:
         phase, most = self._phase(step, name), self._trainer.args.eval_batch_size
         before = kept = self._kept()
         parts: list[_Part] = []
-        metrics: list[dict[str, float]] = []
 
         def portions(done: int, size: int) -> Iterator[tuple[int, tuple[Any, int]]]:
             self._restore(kept)  # after a lost attempt
@@ -143,11 +144,10 @@ class Evaluation:
         phase.work = partial(self._part, step, predict, rows)
         for outcome in phase.run(rows, portions):
             parts.append(outcome.result)
-            metrics.append(averages.appended(_metrics(kept), _metrics(vars(self._trainer))))
             kept = self._kept()
         if len(parts) == 1:
             return parts[0].prediction
-        self._average(parts, before, metrics)
+        self._average(parts, before)
         return self._together(step, model, batch, parts)
 
     def _require_same(self, step: AdaptiveStep, rows: int) -> None:
@@ -173,12 +173,18 @@ class Evaluation:
             items.append(named.get("num_items_in_batch"))
             return compute_loss(*given, **named)
 
-        with self._gathering(step), mock.patch.object(self._trainer, "compute_loss", noted):
+        with (
+            self._gathering(step),
+            mock.patch.object(self._trainer, "compute_loss", noted),
+            averages.noted(lambda: private.metrics_in(vars(self._trainer), "eval")) as added,
+        ):
             loss, logits, labels = predict(copy.copy(inputs))  # some trainers change what they get
         if rows == of:
-            return _Part(rows, (loss, logits, labels), inputs, None)
+            return _Part(rows, (loss, logits, labels), inputs, None, added)
         divisor = None if not items or items[0] is None else float(items[0])
-        return _Part(rows, (loss, *_on(torch.device("cpu"), logits, labels)), inputs, divisor)
+        return _Part(
+            rows, (loss, *_on(torch.device("cpu"), logits, labels)), inputs, divisor, added
+        )
 
     @contextmanager
     def _gathering(self, step: AdaptiveStep) -> Iterator[None]:
@@ -229,24 +235,16 @@ class Evaluation:
         self._restore(kept)
         return self._terms
 
-    def _average(
-        self,
-        parts: Sequence[_Part],
-        before: dict[str, Any],
-        metrics: Sequence[dict[str, float]],
-    ) -> None:
+    def _average(self, parts: Sequence[_Part], before: dict[str, Any]) -> None:
         """Make one value of those that the parts have added to each metric."""
-        if not any(metrics):
-            return
-        accelerator = self._trainer.accelerator
-        counts = [averages.counts(part.inputs, part.rows) for part in parts]
-        # Of the ranks that count at the end of the data.
-        of_ranks = accelerator.gather_for_metrics(torch.tensor([counts], device=accelerator.device))
-        weights = of_ranks.sum(0).tolist()
-        found = averages.averaged(refusals.name_in_trl(type(self._trainer)), metrics, weights)
-        ours, earlier = _metrics(vars(self._trainer)), _metrics(before)
-        for name, value in found.items():
-            ours[name] = [*earlier.get(name, ()), value]
+        rows, done = [part.rows for part in parts], 0
+        of_parts = []
+        for part in parts:
+            numbers, done = range(done, done + part.rows), done + part.rows
+            counts = averages.counts(part.inputs, part.rows)
+            of_parts.append(averages.Part(numbers, part.added, counts))
+        earlier = private.metrics_in(before, "eval")
+        averages.settle(self._trainer, "eval", earlier, [sum(rows)], of_parts)
 
     # --- what evaluates -------------------------------------------------------------------------
 
@@ -337,7 +335,3 @@ def _is_flat(batch: Divisible) -> bool:
     tensors = (each for each in batch.inputs.values() if isinstance(each, torch.Tensor))
     first = next((each for each in tensors if each.dim()), None)
     return first is not None and first.size(0) % len(batch.rows) > 0
-
-
-def _metrics(attributes: dict[str, Any]) -> dict[str, list[float]]:
-    return private.metrics_in(attributes, "eval")

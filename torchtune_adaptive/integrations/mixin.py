@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.core import is_out_of_memory
 from torchtune_adaptive.integrations import refusals
+from torchtune_adaptive.integrations.ending import lost_outside_of_a_step
 from torchtune_adaptive.integrations.evaluation import Evaluation
 from torchtune_adaptive.integrations.facts import check_versions
 from torchtune_adaptive.integrations.options import Adaptive
@@ -36,6 +38,14 @@ class AdaptiveMixin(_Trainer):
         state_in(self)
         # DistributedDataParallel would broadcast them in each forward pass, where a rank may be missing.
         self.accelerator.ddp_handler.broadcast_buffers = False
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise lost_outside_of_a_step(self, error) from error
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and self._adaptive_step is not None:  # of training, not of an evaluation

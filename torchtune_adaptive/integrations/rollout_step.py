@@ -94,6 +94,9 @@ class RolloutStep(TrainerStep):
         """That of the step: its rows are not told apart by batches."""
         return [math.nan]
 
+    def _average(self, batches: Sequence[int]) -> None:
+        """Nothing: the rows of a step are not told apart by batches."""
+
     def _groups(self, batches: Sequence[KeptRows]) -> None:
         """All rows may share a micro-batch, as far as ``_most`` allows."""
 

@@ -16,15 +16,19 @@ import torch
 
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.core import Generators
-from torchtune_adaptive.integrations import private, refusals
+from torchtune_adaptive.integrations import averages, private, refusals
 from torchtune_adaptive.integrations.first_look import terms_of_loss
-from torchtune_adaptive.integrations.row_step import RowStep
+from torchtune_adaptive.integrations.row_step import OnHost, RowStep
 from torchtune_adaptive.integrations.rows import KeptRows
 from torchtune_adaptive.integrations.terms import Terms, with_a_label
 from torchtune_adaptive.library import AdaptiveStep
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """How a model's methods for it begin; the older names warn where there are others."""
+_NOISE = (
+    "neftune_noise_alpha: the noise follows the rows of a micro-batch and their padded length, so where these "
+    "are not the trainer's own, losses are not those of the plain trainer."
+)
 LAUNCHING = ("gather", "reduce", "pad_across_processes")
 """An accelerator's methods that launch a collective; ``gather_for_metrics`` calls the first."""
 
@@ -40,6 +44,8 @@ class TrainerStep(RowStep):
         self._prepared: AdaptiveStep | None = None
         self._terms = Terms.ITEMS
         """What the loss is a mean of."""
+        self._parts: list[averages.Part] = []
+        """The micro-batches of the attempt to take a step."""
         self._shared: list[int] = []
         """For each row of a step, the terms of its batch."""
 
@@ -52,11 +58,26 @@ class TrainerStep(RowStep):
             return torch.zeros((), device=self._device)
         self._training_step, self._model, self._items = training_step, model, items
         self._of_step = batches
+        self._parts.clear()
         loss = self._take(batches).loss
+        self._average([len(batch.rows) for batch in batches])
         state_in(self._trainer).learned = self.learned
         if not math.isfinite(loss) and self._trainer.args.logging_nan_inf_filter:
             return private.logged(self._trainer, self._losses_of(batches))
         return torch.tensor(loss, device=self._device)
+
+    def _average(self, batches: Sequence[int]) -> None:
+        """Give metrics a value for each of the trainer's own batches, where micro-batches were others."""
+        ends = accumulate(batches)
+        own = [[*range(end - size, end)] for end, size in zip(ends, batches, strict=True)]
+        # With a token budget, ranks divide their rows in ways of their own.
+        if self._options.token_budget or [[*part.rows] for part in self._parts] != own:
+            before = private.metrics_in(self._kept, "train")
+            averages.settle(self._trainer, "train", before, batches, self._parts)
+
+    def restore(self) -> None:
+        super().restore()
+        self._parts.clear()
 
     def _losses_of(self, batches: Sequence[KeptRows]) -> list[float]:
         """The loss of each batch on this rank, where that of the step is none of them that a log may have.
@@ -95,7 +116,12 @@ class TrainerStep(RowStep):
         trainer, found = self._trainer, self._found
         found.clear()
         trainer.current_gradient_accumulation_steps = self.parts(len(batch["rows"]))
-        self._training_step(self._model, copy.copy(batch["inputs"].value), self._items)
+        inputs, numbers = batch["inputs"].value, batch.get("numbers")
+        with averages.noted(lambda: private.metrics_in(vars(trainer), "train")) as added:
+            self._training_step(self._model, copy.copy(inputs), self._items)
+        if numbers is not None:  # not in a trial
+            rows = numbers.value
+            self._parts.append(averages.Part(rows, added, averages.counts(inputs, len(rows))))
         if len(found) != 1:
             raise UsageError(
                 f"training_step: it called accelerator.backward {counted(len(found), 'time')}, and must call "
@@ -116,6 +142,12 @@ class TrainerStep(RowStep):
     def terms(self) -> Terms | None:
         """What the loss is a mean of; None before the first step."""
         return None if self._step is None else self._terms
+
+    def _begin(self, rows: int) -> tuple[AdaptiveStep, str]:
+        step, why = super()._begin(rows)
+        if getattr(self._trainer.args, "neftune_noise_alpha", None):
+            self._announce(step, _NOISE)
+        return step, why
 
     # --- what the loss is a mean of -----------------------------------------------------------------
 
@@ -151,7 +183,7 @@ class TrainerStep(RowStep):
 
     def batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
         batch = super().batch_of(rows, numbers)
-        held = batch["inputs"]
+        held, batch["numbers"] = batch["inputs"], OnHost(tuple(numbers))
         if self._terms.of_labels:
             own, shared = self._terms.number(held.value, len(numbers)), self._shared[numbers[0]]
             if shared and not own:

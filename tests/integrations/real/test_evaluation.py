@@ -1,4 +1,4 @@
-"""Evaluations in which memory runs out: what they log and predict is what the plain trainer logs and predicts."""
+"""Evaluations in which memory runs out: what they log and predict is that of the plain trainer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from tests.helpers.faults import OutOfMemoryAt
-from tests.integrations.real.test_losses import Collating, model_of, rows_for
 from tests.integrations.real.trainers import (
     AS_CONFIGURED,
     NAMES,
@@ -164,8 +161,7 @@ def compare(name: str, way: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_evaluation(name: str, way: str) -> None:
     for seen in on_ranks(compare, 1 if way == "alone" else 2, name, way):
-        print(seen)
         assert seen["equal"], seen
-        for distances, lines, attempts in seen["lost"].values():
+        for distances, _, attempts in seen["lost"].values():
             assert max(distances.values()) <= CLOSE, seen
             assert attempts > seen["batches"]
