@@ -26,8 +26,8 @@ from torchtune_adaptive.library import AdaptiveStep
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """How a model's methods for it begin; the older names warn where there are others."""
 _NOISE = (
-    "neftune_noise_alpha: the noise follows the rows of a micro-batch and their padded length, so where these "
-    "are not the trainer's own, losses are not those of the plain trainer."
+    "neftune_noise_alpha: the noise follows the rows of a micro-batch and their padded length, so where "
+    "these are not the trainer's own, losses are not those of the plain trainer."
 )
 LAUNCHING = ("gather", "reduce", "pad_across_processes")
 """An accelerator's methods that launch a collective; ``gather_for_metrics`` calls the first."""

@@ -9,19 +9,25 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.faults import OutOfMemoryAt
+from tests.integrations.real.test_losses import Collating, model_of, rows_for
 from tests.integrations.real.trainers import (
     AS_CONFIGURED,
     NAMES,
+    SEARCHING,
+    Loss,
     fsdp2_on_cpu,
     make,
     on_ranks,
     rank,
     texts,
     tokens,
+    trained,
 )
 from tests.integrations.real.ways import FSDP2
+from torchtune_adaptive import TrainingOutOfMemory
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 CLOSE = 1e-6
@@ -165,3 +171,94 @@ def test_evaluation(name: str, way: str) -> None:
         for distances, _, attempts in seen["lost"].values():
             assert max(distances.values()) <= CLOSE, seen
             assert attempts > seen["batches"]
+
+
+def predicted(name: str, ours: bool, at: Mapping[int, int]) -> dict[str, Any]:
+    """What a trainer evaluates and predicts that has not trained."""
+    settings = {
+        "model": model_of(name),
+        "data": rows_for(name, 12),
+        "data_collator": Collating,
+        "per_device_eval_batch_size": 6,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make("trainer", AS_CONFIGURED if ours else None, folder, **settings)
+        lose_memory(trainer, at)
+        made = trainer.predict(rows_for(name, 12))
+        loss = trainer.evaluate(rows_for(name, 12))["eval_loss"]
+    return {
+        "predictions": torch.as_tensor(made.predictions),
+        "labels": torch.as_tensor(made.label_ids),
+        "losses": [made.metrics["test_loss"], loss],
+    }
+
+
+def without_training(name: str) -> list[Any]:
+    return [predicted(name, False, {}), predicted(name, True, {1: 10, 2: 10})]
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "BertForMaskedLM", "LlamaForSequenceClassification"]
+)
+def test_predictions_without_training(name: str) -> None:
+    [(plain, ours)] = on_ranks(without_training, 1, name)
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=CLOSE)
+    assert torch.equal(ours["labels"], plain["labels"])
+    assert ours["predictions"].shape == plain["predictions"].shape
+    counted = torch.ones_like(plain["labels"], dtype=torch.bool)
+    if counted.dim() > 1:  # what is predicted behind a row follows how far it is padded
+        inputs = Collating()(rows_for(name, 12))
+        counted = inputs["attention_mask"].bool()
+    far = (ours["predictions"][counted] - plain["predictions"][counted]).abs()
+    assert float(far.max()) <= 1e-5
+
+
+AVERAGED = {
+    "sft": ("loss", "entropy", "mean_token_accuracy", "num_tokens"),
+    "dpo": ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected", "logps/chosen"),
+    "reward": ("min_reward", "mean_reward", "max_reward", "accuracy"),
+    "kto": ("entropy", "logits/chosen", "logps/chosen", "logps/rejected"),
+}
+
+
+def averaged(kind: str) -> dict[str, Any]:
+    plain, lost = (trained(kind, *each) for each in ((None,), (AS_CONFIGURED, Loss(2))))
+    searched = trained(kind, SEARCHING)
+    columns = [each.column(*AVERAGED[kind]) for each in (plain, lost, searched)]
+    return {"columns": columns, "sizes": (lost.sizes, searched.sizes)}
+
+
+@pytest.mark.parametrize("kind", AVERAGED)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_averages_do_not_show_that_memory_was_lost(kind: str, ranks: int) -> None:
+    for seen in on_ranks(averaged, ranks, kind):
+        plain, lost, searched = map(torch.tensor, seen["columns"])
+        assert seen["sizes"][0][1] < 4 < seen["sizes"][1][0], seen
+        assert torch.allclose(lost, plain, rtol=1e-5, atol=1e-6), (lost - plain).abs().max()
+        # One value for rows of several batches is that of all, where the plain trainer averages over batches.
+        assert torch.allclose(searched, plain, rtol=0.3, atol=0.3), (searched - plain).abs().max()
+
+
+def in_the_optimizer() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make("trainer", AS_CONFIGURED, folder, save_strategy="steps", save_steps=1)
+        step = torch.optim.AdamW.step
+
+        def lose(self: Any, *given: Any, **named: Any) -> Any:
+            if trainer.state.global_step == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+            return step(self, *given, **named)
+
+        torch.optim.AdamW.step = lose  # type: ignore[method-assign]
+        try:
+            with pytest.raises(TrainingOutOfMemory) as error:
+                trainer.train()
+        finally:
+            torch.optim.AdamW.step = step  # type: ignore[method-assign]
+    return str(error.value)
+
+
+def test_memory_lost_in_the_optimizer_ends_with_what_to_do() -> None:
+    [message] = on_ranks(in_the_optimizer, 1)
+    assert "Out of memory in the optimizer's step, after step 2" in message
+    assert "checkpoint-2" in message and "headroom" in message and "\n" not in message
