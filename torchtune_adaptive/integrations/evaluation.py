@@ -73,6 +73,7 @@ class Evaluation:
         self._terms: Terms | None = None
         """What the loss is a mean of, where no training has found it."""
         self._batch: Divisible | None = None
+        self._repeatable: Keeping | None = None
 
     # --- the rows of a batch --------------------------------------------------------------------
 
@@ -101,8 +102,15 @@ class Evaluation:
         from accelerate.utils import send_to_device
 
         inputs = send_to_device(batch.inputs, self._trainer.accelerator.device)
-        self._batch = Divisible(batch.rows, inputs, partial(_again, keeping, batch))
+        self._batch = Divisible(batch.rows, inputs, partial(self._again, keeping, batch))
         return inputs
+
+    def _again(self, keeping: Keeping, batch: KeptRows, rows: Sequence[Any]) -> Any:
+        """A batch of some of the rows of another, if a batch of all would be the same again."""
+        if self._repeatable is not keeping:
+            keeping.require_repeatable(batch)
+            self._repeatable = keeping
+        return keeping.again(rows)
 
     def divisible(self, inputs: Any) -> Divisible | None:
         """The batch that these inputs are, if its rows are known."""
@@ -129,9 +137,12 @@ class Evaluation:
         phase, most = self._phase(step, name), self._trainer.args.eval_batch_size
         before = kept = self._kept()
         parts: list[_Part] = []
+        attempts: list[int] = []
 
         def portions(done: int, size: int) -> Iterator[tuple[int, tuple[Any, int]]]:
-            self._restore(kept)  # after a lost attempt
+            if attempts:
+                self._restore(kept)
+            attempts.append(size)
             if size == most:
                 yield rows, (batch.inputs, rows)
                 return
@@ -312,12 +323,6 @@ class _Batches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
-
-
-def _again(keeping: Keeping, batch: KeptRows, rows: Sequence[Any]) -> Any:
-    """A batch of some of the rows of another, if a batch of all would be the same again."""
-    keeping.require_repeatable(batch)
-    return keeping.again(rows)
 
 
 def _no_training(batch: Any) -> torch.Tensor:
