@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integrations.real.trainers import AS_CONFIGURED, make, on_ranks, texts, tokens
+from tests.integrations.real.trainers import AS_CONFIGURED, NAMES, make, on_ranks, texts, tokens
 from torchtune_adaptive.integrations.facts import FACTS
 from torchtune_adaptive.integrations.trainer_step import _checkpointing
 from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
@@ -284,7 +284,7 @@ def collates_in_evaluation(folder: str) -> None:
 @check("averages")
 def averages(folder: str) -> None:
     for kind in ("sft", "dpo", "kto", "reward"):
-        data = texts(*COLUMN[kind], count=12)
+        data = texts(*NAMES[kind], count=12)
         if kind == "kto":
             data = data.add_column("label", [number % 3 > 0 for number in range(12)])
         trainer = make(kind, None, folder, eval_dataset=data, per_device_eval_batch_size=4)
