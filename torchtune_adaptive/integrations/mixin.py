@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from torchtune_adaptive.common import UsageError
-from torchtune_adaptive.core import is_out_of_memory
 from torchtune_adaptive.integrations import refusals
 from torchtune_adaptive.integrations.ending import lost_outside_of_a_step
 from torchtune_adaptive.integrations.evaluation import Evaluation
@@ -42,9 +43,7 @@ class AdaptiveMixin(_Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().train(*args, **kwargs)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+        except torch.OutOfMemoryError as error:
             raise lost_outside_of_a_step(self, error) from error
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
