@@ -47,7 +47,7 @@ class Divisible:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Predicted:
     """What a part of a batch has given."""
 
     rows: int
@@ -136,7 +136,7 @@ class Evaluation:
         step, rows = self._step_for(model), len(batch.rows)
         phase, most = self._phase(step, name), self._trainer.args.eval_batch_size
         before = kept = self._kept()
-        parts: list[_Part] = []
+        parts: list[_Predicted] = []
         attempts: list[int] = []
 
         def portions(done: int, size: int) -> Iterator[tuple[int, tuple[Any, int]]]:
@@ -175,7 +175,7 @@ class Evaluation:
         predict: Callable[[Any], Prediction],
         of: int,
         portion: tuple[Any, int],
-    ) -> _Part:
+    ) -> _Predicted:
         """The prediction for some of the rows of a batch that has so many."""
         inputs, rows = portion
         compute_loss, items = self._trainer.compute_loss, []
@@ -191,9 +191,9 @@ class Evaluation:
         ):
             loss, logits, labels = predict(copy.copy(inputs))  # some trainers change what they get
         if rows == of:
-            return _Part(rows, (loss, logits, labels), inputs, None, added)
+            return _Predicted(rows, (loss, logits, labels), inputs, None, added)
         divisor = None if not items or items[0] is None else float(items[0])
-        return _Part(
+        return _Predicted(
             rows, (loss, *_on(torch.device("cpu"), logits, labels)), inputs, divisor, added
         )
 
@@ -210,7 +210,11 @@ class Evaluation:
     # --- what its parts have given --------------------------------------------------------------
 
     def _together(
-        self, step: AdaptiveStep, model: torch.nn.Module, batch: Divisible, parts: Sequence[_Part]
+        self,
+        step: AdaptiveStep,
+        model: torch.nn.Module,
+        batch: Divisible,
+        parts: Sequence[_Predicted],
     ) -> Prediction:
         rows = [part.rows for part in parts]
         losses, logits, labels = zip(*(part.prediction for part in parts), strict=True)
@@ -223,7 +227,11 @@ class Evaluation:
         return (loss, *_on(self._trainer.accelerator.device, *whole))
 
     def _weights(
-        self, step: AdaptiveStep, model: torch.nn.Module, batch: Divisible, parts: Sequence[_Part]
+        self,
+        step: AdaptiveStep,
+        model: torch.nn.Module,
+        batch: Divisible,
+        parts: Sequence[_Predicted],
     ) -> list[float]:
         """How much each part counts in the loss of its batch."""
         terms = batch.terms or self._terms_of_loss(step, model, batch, parts[0].items)
@@ -246,7 +254,7 @@ class Evaluation:
         self._restore(kept)
         return self._terms
 
-    def _average(self, parts: Sequence[_Part], before: dict[str, Any]) -> None:
+    def _average(self, parts: Sequence[_Predicted], before: dict[str, Any]) -> None:
         """Make one value of those that the parts have added to each metric."""
         rows, done = [part.rows for part in parts], 0
         of_parts = []

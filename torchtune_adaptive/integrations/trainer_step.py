@@ -143,12 +143,6 @@ class TrainerStep(RowStep):
         """What the loss is a mean of; None before the first step."""
         return None if self._step is None else self._terms
 
-    def _begin(self, rows: int) -> tuple[AdaptiveStep, str]:
-        step, why = super()._begin(rows)
-        if getattr(self._trainer.args, "neftune_noise_alpha", None):
-            self._announce(step, _NOISE)
-        return step, why
-
     # --- what the loss is a mean of -----------------------------------------------------------------
 
     def _look_at_loss(self, step: AdaptiveStep) -> None:
@@ -230,12 +224,15 @@ class TrainerStep(RowStep):
 
     def _new_step(self) -> AdaptiveStep:
         trainer, reference = self._trainer, getattr(self._trainer, "ref_model", None)
-        return self._step_of(
+        step = self._step_of(
             self._model,
             trainer.optimizer,
             activation_checkpointing=_checkpointing(trainer),
             frozen=() if reference is None else (reference,),
         )
+        if getattr(trainer.args, "neftune_noise_alpha", None):
+            self._announce(step, _NOISE)
+        return step
 
     def _configured(self) -> tuple[int, int, int]:
         trainer, args = self._trainer, self._trainer.args

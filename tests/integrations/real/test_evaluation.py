@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.faults import OutOfMemoryAt
-from tests.integrations.real.test_losses import Collating, model_of, rows_for
+from tests.integrations.real.models import Collating, model_of, rows_for
 from tests.integrations.real.trainers import (
     AS_CONFIGURED,
     NAMES,
