@@ -169,7 +169,9 @@ def test_evaluation(name: str, way: str) -> None:
     for seen in on_ranks(compare, 1 if way == "alone" else 2, name, way):
         assert seen["equal"], seen
         for distances, _, attempts in seen["lost"].values():
-            assert max(distances.values()) <= CLOSE, seen
+            # Losses of completions cancel almost to 0, and their metrics are averaged by rows.
+            close = 1e-5 if name.startswith(("grpo", "rloo")) else CLOSE
+            assert max(distances.values()) <= close, seen
             assert attempts > seen["batches"]
 
 
