@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import refusals
+from torchtune_adaptive.integrations.ending import lost_outside_of_a_step
+from torchtune_adaptive.integrations.evaluation import Evaluation
 from torchtune_adaptive.integrations.facts import check_versions
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.trainer_step import state_in
@@ -29,11 +33,18 @@ class AdaptiveMixin(_Trainer):
         check_versions("transformers", "accelerate", *["trl"] * of_trl)
         refusals.require_known_trainer(type(self), self.of_rollouts)
         self._adaptive_step: Any = None  # a TrainerStep; other names of its kind are TRL's
+        self._adaptive_evaluation = Evaluation(self, lambda: self._adaptive_step)
         super().__init__(*args, **kwargs)
         refusals.require_supported(self)
         state_in(self)
         # DistributedDataParallel would broadcast them in each forward pass, where a rank may be missing.
         self.accelerator.ddp_handler.broadcast_buffers = False
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise lost_outside_of_a_step(self, error) from error
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and self._adaptive_step is not None:  # of training, not of an evaluation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,13 @@ def logged(trainer: Any, losses: Iterable[float]) -> torch.Tensor:
     for loss in losses:
         total += loss if math.isfinite(loss) else total / (1 + steps)
     return total - before
+
+
+def metrics_in(attributes: Mapping[str, Any], mode: str) -> dict[str, list[float]]:
+    """The metrics of training or evaluation, ``train`` or ``eval``, that a trainer of TRL (1.9 to 1.16)
+    averages when it logs, given its attributes."""
+    found: dict[str, list[float]] = attributes.get("_metrics", {}).get(mode, {})
+    return found
 
 
 # TRL's GRPOTrainer and RLOOTrainer, 1.9 and 1.16: they generate and score in private methods, which have no

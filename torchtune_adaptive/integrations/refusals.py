@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import private
+from torchtune_adaptive.integrations.terms import Terms
 
 OF_TRL = {"SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer"}
 """Trainers of TRL whose loss does not depend on how rows are split, or that refuse where it does."""
@@ -84,7 +85,7 @@ _OF_A_BATCH = {
 """Losses that depend on how rows are split."""
 
 
-def _of_trl(kind: type) -> str | None:
+def name_in_trl(kind: type) -> str | None:
     """The name of the trainer of TRL that a class is, or inherits from."""
     for base in kind.__mro__:
         if base.__module__.startswith("trl.") and base.__name__.endswith("Trainer"):
@@ -94,18 +95,25 @@ def _of_trl(kind: type) -> str | None:
 
 def generates(kind: type) -> bool:
     """Whether a trainer generates the rows that it trains on."""
-    return _of_trl(kind) in OF_ROLLOUTS
+    return name_in_trl(kind) in OF_ROLLOUTS
 
 
 def is_mean_over_rows(kind: type) -> bool:
     """Whether the loss of a trainer is known to be a mean over the rows of a batch."""
-    return _of_trl(kind) in OF_TRL - {"SFTTrainer"}
+    return name_in_trl(kind) in OF_TRL - {"SFTTrainer"}
+
+
+def mean_in_evaluation(kind: type) -> Terms | None:
+    """What the loss of an evaluation is known to be a mean of."""
+    if name_in_trl(kind) == "SFTTrainer":
+        return Terms.LATER_LABELS
+    return Terms.ROWS if is_mean_over_rows(kind) else None
 
 
 def require_known_trainer(kind: type, of_rollouts: bool = False) -> None:
     """Check that the loss of a trainer is known not to depend on how rows are split; ``of_rollouts`` is
     whether its mixin is the one of trainers that generate."""
-    name = _of_trl(kind)
+    name = name_in_trl(kind)
     if name not in (None, *OF_TRL, *OF_ROLLOUTS):
         known = ", ".join(sorted(OF_TRL | OF_ROLLOUTS))
         raise UsageError(f"{name}: of TRL's trainers, {known} are supported.")

@@ -33,6 +33,11 @@ _LOOKED_AT = 64
 """Prompts with most characters of which the tokens are counted."""
 
 
+def is_by_tokens(trainer: Any) -> bool:
+    """Whether the loss of completions is divided by the tokens of all, and not by rows."""
+    return getattr(trainer, "loss_type", None) in _BY_TOKENS
+
+
 class RolloutStep(TrainerStep):
     """The steps of a trainer of TRL that generates completions, and trains on them.
 
@@ -42,7 +47,6 @@ class RolloutStep(TrainerStep):
 
     def __init__(self, trainer: Any, loader: Any) -> None:
         super().__init__(trainer, loader)
-        self._prepared: AdaptiveStep | None = None
         self._completions: list[Completion] = []
         self._batches = 0
         self._phases: dict[str, ForwardOnly] = {}
@@ -75,8 +79,7 @@ class RolloutStep(TrainerStep):
         """Nothing: these losses are known."""
 
     def parts(self, rows: int) -> float:
-        by_tokens = getattr(self._trainer, "loss_type", None) in _BY_TOKENS
-        return self._batches if by_tokens else super().parts(rows)
+        return self._batches if is_by_tokens(self._trainer) else super().parts(rows)
 
     @contextmanager
     def around(self, step: AdaptiveStep) -> Iterator[None]:
@@ -90,6 +93,9 @@ class RolloutStep(TrainerStep):
     def _losses_of(self, batches: Sequence[KeptRows]) -> list[float]:
         """That of the step: its rows are not told apart by batches."""
         return [math.nan]
+
+    def _average(self, batches: Sequence[int]) -> None:
+        """Nothing: the rows of a step are not told apart by batches."""
 
     def _groups(self, batches: Sequence[KeptRows]) -> None:
         """All rows may share a micro-batch, as far as ``_most`` allows."""
@@ -120,19 +126,6 @@ class RolloutStep(TrainerStep):
             drawn.restore()
         prompts = sorted(prompts, key=lambda prompt: len(str(prompt)))[-_LOOKED_AT:]
         return max(map(len, private.tokens_of(self._trainer, prompts)))
-
-    def prepare(self) -> AdaptiveStep:
-        """The step, which is there before the first is taken: completions are generated before.
-
-        Not made in ``training_step``, where FSDP may have been told to keep gradients for the next batch.
-        """
-        if self._prepared is None:
-            self._model = self._trainer.model_wrapped
-            self._prepared = super().new_step()
-        return self._prepared
-
-    def new_step(self) -> AdaptiveStep:
-        return self.prepare()
 
     # --- what a checkpoint keeps ----------------------------------------------------------------------
 

@@ -16,15 +16,20 @@ import torch
 
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.core import Generators
-from torchtune_adaptive.integrations import private, refusals
+from torchtune_adaptive.integrations import averages, private, refusals
+from torchtune_adaptive.integrations.first_look import terms_of_loss
 from torchtune_adaptive.integrations.row_step import OnHost, RowStep
 from torchtune_adaptive.integrations.rows import KeptRows
-from torchtune_adaptive.integrations.terms import Terms, TermsFinder, with_a_label
+from torchtune_adaptive.integrations.terms import Terms, with_a_label
 from torchtune_adaptive.library import AdaptiveStep
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """How a model's methods for it begin; the older names warn where there are others."""
-_LAUNCHING = ("gather", "reduce", "pad_across_processes")
+_NOISE = (
+    "neftune_noise_alpha: the noise follows the rows of a micro-batch and their padded length, so where "
+    "these are not the trainer's own, losses are not those of the plain trainer."
+)
+LAUNCHING = ("gather", "reduce", "pad_across_processes")
 """An accelerator's methods that launch a collective; ``gather_for_metrics`` calls the first."""
 
 
@@ -36,8 +41,11 @@ class TrainerStep(RowStep):
         super().__init__(trainer, trainer.restored, trainer.adaptive, loader, args.device)
         self._trainer = trainer
         self._of_step: Sequence[KeptRows] = ()
+        self._prepared: AdaptiveStep | None = None
         self._terms = Terms.ITEMS
         """What the loss is a mean of."""
+        self._parts: list[averages.Part] = []
+        """The micro-batches of the attempt to take a step."""
         self._shared: list[int] = []
         """For each row of a step, the terms of its batch."""
 
@@ -50,11 +58,26 @@ class TrainerStep(RowStep):
             return torch.zeros((), device=self._device)
         self._training_step, self._model, self._items = training_step, model, items
         self._of_step = batches
+        self._parts.clear()
         loss = self._take(batches).loss
+        self._average([len(batch.rows) for batch in batches])
         state_in(self._trainer).learned = self.learned
         if not math.isfinite(loss) and self._trainer.args.logging_nan_inf_filter:
             return private.logged(self._trainer, self._losses_of(batches))
         return torch.tensor(loss, device=self._device)
+
+    def _average(self, batches: Sequence[int]) -> None:
+        """Give metrics a value for each of the trainer's own batches, where micro-batches were others."""
+        ends = accumulate(batches)
+        own = [[*range(end - size, end)] for end, size in zip(ends, batches, strict=True)]
+        # With a token budget, ranks divide their rows in ways of their own.
+        if self._options.token_budget or [[*part.rows] for part in self._parts] != own:
+            before = private.metrics_in(self._kept, "train")
+            averages.settle(self._trainer, "train", before, batches, self._parts)
+
+    def restore(self) -> None:
+        super().restore()
+        self._parts.clear()
 
     def _losses_of(self, batches: Sequence[KeptRows]) -> list[float]:
         """The loss of each batch on this rank, where that of the step is none of them that a log may have.
@@ -93,7 +116,12 @@ class TrainerStep(RowStep):
         trainer, found = self._trainer, self._found
         found.clear()
         trainer.current_gradient_accumulation_steps = self.parts(len(batch["rows"]))
-        self._training_step(self._model, copy.copy(batch["inputs"].value), self._items)
+        inputs, numbers = batch["inputs"].value, batch.get("numbers")
+        with averages.noted(lambda: private.metrics_in(vars(trainer), "train")) as added:
+            self._training_step(self._model, copy.copy(inputs), self._items)
+        if numbers is not None:  # not in a trial
+            rows = numbers.value
+            self._parts.append(averages.Part(rows, added, averages.counts(inputs, len(rows))))
         if len(found) != 1:
             raise UsageError(
                 f"training_step: it called accelerator.backward {counted(len(found), 'time')}, and must call "
@@ -110,57 +138,32 @@ class TrainerStep(RowStep):
             return self._rows_of_step / rows
         return len(self._of_step)
 
+    @property
+    def terms(self) -> Terms | None:
+        """What the loss is a mean of; None before the first step."""
+        return None if self._step is None else self._terms
+
     # --- what the loss is a mean of -----------------------------------------------------------------
 
     def _look_at_loss(self, step: AdaptiveStep) -> None:
         if refusals.is_mean_over_rows(type(self._trainer)):
             self._terms = Terms.ROWS
             return
-        drawn, model = Generators(self._device), self._trainer.accelerator.unwrap_model(self._model)
-        rows = [row for batch in self._of_step for row in batch.rows]
-        losses = step.forward_only(self._loss_alone, name="a first look at the loss")
+        drawn, rows = Generators(self._device), [row for one in self._of_step for row in one.rows]
+        batches = len(self._of_step)
         with self.around(step):
-            finder = TermsFinder(
-                lambda tried: losses(tried, lambda one: OnHost(one[0]), 1),
-                self._collated,
-                rows,
-                step.ranks,
-                rounding=_rounding(model, self._trainer.args.bf16),
+            terms = terms_of_loss(
+                self._trainer, self._model, step, rows, self._collated, self._items, batches
             )
-            self._terms = self._terms_by(finder, type(model).__name__)
         drawn.restore()
         self.restore()
-
-    def _terms_by(self, finder: TermsFinder, model: str) -> Terms:
-        if self._items is not None and finder.divides_by_items():
-            return Terms.ITEMS
-        terms = finder.mean_of()
-        if terms is None:
-            raise UsageError(
-                f"compute_loss: the loss of {model} is not divided by num_items_in_batch, and is a mean of "
-                "neither rows nor labels, so it follows how rows are put together. Divide a sum over them by "
-                "num_items_in_batch, in compute_loss_func, or use the plain trainer."
-            )
         if terms.of_labels and self._options.token_budget:
+            model = self._trainer.accelerator.unwrap_model(self._model)
             raise UsageError(
-                f"token_budget: the loss of {model} is a mean over the labels of a batch, so the rows of a "
-                "micro-batch are of one batch, whatever their length. Leave it off."
+                f"token_budget: the loss of {type(model).__name__} is a mean over the labels of a batch, so "
+                "the rows of a micro-batch are of one batch, whatever their length. Leave it off."
             )
-        return terms
-
-    def _loss_alone(self, held: OnHost) -> list[float]:
-        """The loss of a batch, as in evaluation."""
-        from accelerate.utils import send_to_device
-
-        trainer, tried = self._trainer, held.value
-        torch.manual_seed(tried.seed)
-        # What the trainer itself divides by follows the items, as both do in a larger step.
-        trainer.current_gradient_accumulation_steps = len(self._of_step) * tried.items
-        inputs = send_to_device(tried.inputs, self._device)
-        items = None if self._items is None else self._items * tried.items
-        # Not compiled for these few shapes, and yet by way of what shards the model, which may be outside.
-        with torch.compiler.set_stance("force_eager"), trainer.compute_loss_context_manager():
-            return [float(trainer.compute_loss(self._model, inputs, num_items_in_batch=items))]
+        self._terms = terms
 
     def _groups(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
         self._shared = [
@@ -174,7 +177,7 @@ class TrainerStep(RowStep):
 
     def batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
         batch = super().batch_of(rows, numbers)
-        held = batch["inputs"]
+        held, batch["numbers"] = batch["inputs"], OnHost(tuple(numbers))
         if self._terms.of_labels:
             own, shared = self._terms.number(held.value, len(numbers)), self._shared[numbers[0]]
             if shared and not own:
@@ -196,7 +199,7 @@ class TrainerStep(RowStep):
         batches = trainer.current_gradient_accumulation_steps
         self._found: list[torch.Tensor] = []
         replaced: dict[str, Any] = {
-            name: partial(step.collective, getattr(accelerator, name)) for name in _LAUNCHING
+            name: partial(step.collective, getattr(accelerator, name)) for name in LAUNCHING
         }
         replaced["backward"] = lambda loss, **_: self._found.append(loss)
         try:
@@ -205,14 +208,31 @@ class TrainerStep(RowStep):
         finally:
             trainer.current_gradient_accumulation_steps = batches
 
+    def prepare(self) -> AdaptiveStep:
+        """The step, which is there before the first is taken: completions are generated before, and an
+        evaluation may come first.
+
+        Not made in the middle of a step, where FSDP may have been told to keep gradients for the next batch.
+        """
+        if self._prepared is None:
+            self._model = self._trainer.model_wrapped
+            self._prepared = self._new_step()
+        return self._prepared
+
     def new_step(self) -> AdaptiveStep:
+        return self.prepare()
+
+    def _new_step(self) -> AdaptiveStep:
         trainer, reference = self._trainer, getattr(self._trainer, "ref_model", None)
-        return self._step_of(
+        step = self._step_of(
             self._model,
             trainer.optimizer,
             activation_checkpointing=_checkpointing(trainer),
             frozen=() if reference is None else (reference,),
         )
+        if getattr(trainer.args, "neftune_noise_alpha", None):
+            self._announce(step, _NOISE)
+        return step
 
     def _configured(self) -> tuple[int, int, int]:
         trainer, args = self._trainer, self._trainer.args
@@ -268,10 +288,3 @@ def _checkpointing(trainer: Any) -> tuple[Callable[[], Any], Callable[[], Any]] 
         return None
     enable, disable = getattr(model, f"{name}_enable"), getattr(model, f"{name}_disable")
     return lambda: enable({"use_reentrant": False}), disable
-
-
-def _rounding(model: torch.nn.Module, half: bool) -> float:
-    """The relative error of a loss."""
-    kinds = {each.dtype for each in model.parameters() if each.is_floating_point()}
-    kinds |= {torch.bfloat16} if half else set()
-    return max(8 * torch.finfo(kind).eps for kind in kinds)

@@ -53,6 +53,7 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
     """
 
     data_collator: Any
+    label_names: list[str]
 
     def get_train_dataloader(self) -> Any:
         if not self.is_in_train:  # somebody only looks at it
@@ -82,3 +83,21 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
     ) -> torch.Tensor:
         step: TrainerStep = self._begun()
         return step.take(model, self._adaptive_rows, super().training_step, num_items_in_batch)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **named: Any) -> Any:
+        with self._adaptive_evaluation.batches_of(dataloader) as batches:
+            return super().evaluation_loop(batches, *args, **named)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        own = super().prediction_step
+        predict = lambda some: own(model, some, prediction_loss_only, ignore_keys)  # noqa: E731
+        batch = self._adaptive_evaluation.divisible(inputs)
+        if batch is None:
+            return predict(inputs)
+        # Each launches other collectives.
+        name = "evaluation" if prediction_loss_only else "prediction"
+        if self.label_names and not any(key in inputs for key in self.label_names):
+            name += "" if refusals.name_in_trl(type(self)) else " without labels"
+        return self._adaptive_evaluation.take(model, batch, predict, name)

@@ -18,9 +18,12 @@ import torch
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import refusals
+from torchtune_adaptive.integrations.completions import rows_of, together
+from torchtune_adaptive.integrations.evaluation import Divisible
 from torchtune_adaptive.integrations.mixin import AdaptiveMixin
 from torchtune_adaptive.integrations.private import RolloutHooks
-from torchtune_adaptive.integrations.rollout_step import RolloutStep
+from torchtune_adaptive.integrations.rollout_step import RolloutStep, is_by_tokens
+from torchtune_adaptive.integrations.terms import Terms
 
 
 class AdaptiveRolloutMixin(RolloutHooks, AdaptiveMixin):
@@ -37,6 +40,8 @@ class AdaptiveRolloutMixin(RolloutHooks, AdaptiveMixin):
     _current_train_step_time: float
     _scores = False
     """Whether completions are scored, and not trained on."""
+    _prepared = False
+    """Whether completions are evaluated that have been generated."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,9 +75,28 @@ class AdaptiveRolloutMixin(RolloutHooks, AdaptiveMixin):
             self._current_train_step_time = 0.0
         return loss
 
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        own, whole = super().prediction_step, self._prepare_inputs(inputs)
+        rows = rows_of(whole)
+
+        def predict(some: Any) -> Any:
+            loss, *others = own(model, some, prediction_loss_only, ignore_keys)
+            if is_by_tokens(self):  # parts of it add up, and are put together by their rows
+                loss = loss * (len(rows) / len(some["completion_ids"]))
+            return (loss, *others)
+
+        batch = Divisible(rows, whole, together, Terms.ROWS)
+        self._prepared = True
+        try:
+            return self._adaptive_evaluation.take(model, batch, predict, "evaluation")
+        finally:
+            self._prepared = False
+
     def own_inputs(self, prepare: Callable[[Any], Any], inputs: Any) -> Any:
         step = self._training()
-        if step is not None and step.taking:  # a micro-batch of completions
+        if self._prepared or (step is not None and step.taking):  # some completions
             return {
                 name: value.to(self.args.device) if isinstance(value, torch.Tensor) else value
                 for name, value in inputs.items()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integrations.real.trainers import AS_CONFIGURED, make, on_ranks, texts, tokens
+from tests.integrations.real.trainers import AS_CONFIGURED, NAMES, make, on_ranks, texts, tokens
 from torchtune_adaptive.integrations.facts import FACTS
 from torchtune_adaptive.integrations.trainer_step import _checkpointing
 from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
@@ -257,6 +257,47 @@ def gathers(folder: str) -> None:
     watched(trainer.accelerator, "gather", lambda value: calls.append(value))
     trainer.accelerator.gather_for_metrics(torch.ones(2))
     assert len(calls) == 1
+
+
+@check("evaluation")
+def evaluation(folder: str) -> None:
+    trainer, seen = make("trainer", None, folder), []
+    watched(trainer, "prediction_step", lambda model, inputs, *_, **__: seen.append(inputs))
+    batches = list(trainer.get_eval_dataloader(tokens(16)))
+    loader = trainer.get_eval_dataloader(tokens(16))
+    loader.base_dataloader.collate_fn = lambda rows: {**batches[len(seen)], "input_ids": MARKED}
+    trainer.evaluation_loop(loader, "Evaluation", prediction_loss_only=True)
+    assert len(seen) == len(batches)
+    assert all((one["input_ids"] == MARKED).all() for one in seen)
+
+
+MARKED = torch.full((8, 16), 5)
+
+
+@check("collates in evaluation")
+def collates_in_evaluation(folder: str) -> None:
+    loader = make("trainer", None, folder).get_eval_dataloader(tokens(8))
+    loader.base_dataloader.collate_fn = len
+    assert list(loader) == [8]
+
+
+@check("averages")
+def averages(folder: str) -> None:
+    for kind in ("sft", "dpo", "kto", "reward"):
+        data = texts(*NAMES[kind], count=12)
+        if kind == "kto":
+            data = data.add_column("label", [number % 3 > 0 for number in range(12)])
+        trainer = make(kind, None, folder, eval_dataset=data, per_device_eval_batch_size=4)
+        seen: list[Any] = []
+        watched(
+            trainer,
+            "log",
+            lambda *_, of=trainer, to=seen, **__: to.append(
+                {name: len(values) for name, values in of._metrics["eval"].items()}
+            ),
+        )
+        trainer.evaluate()
+        assert seen[0].pop("num_tokens") == 1 and {*seen[0].values()} == {3}
 
 
 GENERATING = ("grpo", "rloo")

@@ -224,7 +224,8 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
     trainer_class, config_class = classes[kind]
     arguments: dict[str, Any] = {}
     passed = ("compute_loss_func", "peft_config", "callbacks", "eval_dataset")
-    for name in (*passed, "ref_model", "processing_class"):
+    metrics = ("compute_metrics", "preprocess_logits_for_metrics")
+    for name in (*passed, *metrics, "ref_model", "processing_class"):
         if name in settings:
             arguments[name] = settings.pop(name)
     model = settings.pop("model", None)

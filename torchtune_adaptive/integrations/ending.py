@@ -1,0 +1,47 @@
+"""The end of a run that has lost memory where a trainer cannot do anything again."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any
+
+from torchtune_adaptive.common import TrainingOutOfMemory
+
+_STAGES = {
+    "clip_grad_norm_": "clipping",
+    "get_grad_norm": "clipping",
+    "_save_checkpoint": "saving a checkpoint",
+    "save_model": "saving the model",
+}
+"""Functions of trainers and of torch, and what they do."""
+
+
+def lost_outside_of_a_step(trainer: Any, error: BaseException) -> TrainingOutOfMemory:
+    """The error that says where memory ran out, and how to go on."""
+    folder = _last_checkpoint(trainer.args.output_dir)
+    resume = f"Resume from {folder}" if folder else "There is no checkpoint; begin again"
+    said = " ".join(str(error).split())
+    return TrainingOutOfMemory(
+        f"Out of memory in {_where(error)}, after step {trainer.state.global_step}: what is outside of "
+        f"forward, backward and evaluation cannot be done again. {resume}, with a larger "
+        f"Adaptive(headroom=...), a lower Adaptive(ceiling=...), or an optim that takes less. ({said})",
+        everywhere=False,
+    )
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in frames:
+        if frame.name in _STAGES:
+            return _STAGES[frame.name]
+        if frame.name == "step" and f"{os.sep}optim" in frame.filename:
+            return "the optimizer's step"
+    return f"{frames[-1].name}()" if frames else "training"
+
+
+def _last_checkpoint(folder: str) -> str | None:
+    from transformers.trainer_utils import get_last_checkpoint
+
+    found: str | None = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    return found
