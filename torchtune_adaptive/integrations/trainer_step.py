@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import accumulate
@@ -18,7 +18,7 @@ from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.core import Generators
 from torchtune_adaptive.integrations import private, refusals
 from torchtune_adaptive.integrations.row_step import OnHost, RowStep
-from torchtune_adaptive.integrations.rows import KeptRows
+from torchtune_adaptive.integrations.rows import KeptRows, RowsOfStep
 from torchtune_adaptive.integrations.terms import Terms, TermsFinder, with_a_label
 from torchtune_adaptive.library import AdaptiveStep
 
@@ -29,9 +29,12 @@ _LAUNCHING = ("gather", "reduce", "pad_across_processes")
 
 
 class TrainerStep(RowStep):
-    """The steps of a trainer, whose loader gives ``KeptRows``."""
+    """The steps of a trainer, whose loader gives ``KeptRows``.
 
-    def __init__(self, trainer: Any, loader: Any) -> None:
+    ``divides`` is whether it may make micro-batches of a size that it is told; see ``step_batches``.
+    """
+
+    def __init__(self, trainer: Any, loader: Any, divides: bool = False) -> None:
         args = trainer.args
         super().__init__(trainer, trainer.restored, trainer.adaptive, loader, args.device)
         self._trainer = trainer
@@ -40,6 +43,7 @@ class TrainerStep(RowStep):
         """What the loss is a mean of."""
         self._shared: list[int] = []
         """For each row of a step, the terms of its batch."""
+        self._divides = divides
 
     def take(
         self, model: Any, batches: Sequence[KeptRows], training_step: Callable[..., Any], items: Any
@@ -51,10 +55,43 @@ class TrainerStep(RowStep):
         self._training_step, self._model, self._items = training_step, model, items
         self._of_step = batches
         loss = self._take(batches).loss
+        self._tell_loader(batches)
         state_in(self._trainer).learned = self.learned
         if not math.isfinite(loss) and self._trainer.args.logging_nan_inf_filter:
             return private.logged(self._trainer, self._losses_of(batches))
         return torch.tensor(loss, device=self._device)
+
+    def _tell_loader(self, batches: Sequence[KeptRows]) -> None:
+        """Let the loader make micro-batches of the size that they have now."""
+        assert self._step is not None
+        size, rows = self._step.micro_batch, self._configured()[0]
+        if not self._divides or size == (self._keeping.size or rows):
+            return
+        if not self._keeping.size and not self._counts_the_same(batches, size):
+            self._divides = False
+            return
+        self._keeping.size = size
+
+    def _counts_the_same(self, batches: Sequence[KeptRows], size: int) -> bool:
+        """Whether the trainer counts as many items in micro-batches of this size as in these batches.
+
+        Not where that follows how rows are padded, as with labels that are padded in front.
+        """
+        if self._terms.of_labels:
+            return False  # which are those of a batch
+        rows, counted_in = RowsOfStep(batches), self._trainer.items_in
+        made = [self._collated(rows[start : start + size]) for start in range(0, len(rows), size)]
+        one, other = counted_in([batch.inputs for batch in batches]), counted_in(made)
+        return all(isinstance(each, Mapping) for each in made) and (
+            one is other is None or (None not in (one, other) and int(one) == int(other))
+        )
+
+    def _sizes(self, batches: Sequence[KeptRows]) -> list[int]:
+        """The rows of each batch of a step, as the plain trainer has them."""
+        if not self._divides:
+            return [len(batch) for batch in batches]
+        number, of_batch = sum(map(len, batches)), self._configured()[0]
+        return [min(of_batch, number - start) for start in range(0, number, of_batch)]
 
     def _losses_of(self, batches: Sequence[KeptRows]) -> list[float]:
         """The loss of each batch on this rank, where that of the step is none of them that a log may have.
@@ -63,8 +100,7 @@ class TrainerStep(RowStep):
         several batches, and most of these have a loss.
         """
         assert self._step is not None
-        rows = [row for batch in batches for row in batch.rows]
-        sizes = [len(batch.rows) for batch in batches]
+        rows, sizes = RowsOfStep(batches), self._sizes(batches)
         gradients = [
             (each, each.grad) for each in self._model.parameters()
         ]  # which FSDP would drop
@@ -163,14 +199,14 @@ class TrainerStep(RowStep):
             return [float(trainer.compute_loss(self._model, inputs, num_items_in_batch=items))]
 
     def _groups(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
+        sizes, of_labels = self._sizes(batches), self._terms.of_labels
+        terms = [self._terms.number(one.inputs, 0) for one in batches] if of_labels else sizes
         self._shared = [
-            terms
-            for batch in batches
-            for terms in [self._terms.number(batch.inputs, len(batch.rows))] * len(batch.rows)
+            number for number, rows in zip(terms, sizes, strict=True) for _ in range(rows)
         ]
         if self._options.token_budget:
             return None  # rows of similar length go together, of whichever batch
-        return self._terms.groups([len(batch.rows) for batch in batches])
+        return self._terms.groups(sizes)
 
     def batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
         batch = super().batch_of(rows, numbers)
