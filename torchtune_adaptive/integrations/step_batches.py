@@ -91,8 +91,8 @@ def divide(loader: Any, rows: int, of_step: int, larger: bool) -> bool:
     Args:
         rows: those of a batch.
         of_step: the batches of a step.
-        larger: whether a micro-batch may get the rows of several batches. The loader then stays as many steps
-            ahead as it has processes, so that each has a micro-batch to make.
+        larger: whether a micro-batch may have rows of several batches. The loader then stays ahead
+            by one step more than it has processes, so that each has a micro-batch to make.
     """
     base = getattr(loader, "base_dataloader", loader)
     keeping, batches = Keeping.of(base), getattr(base, "batch_sampler", None)
@@ -104,7 +104,8 @@ def divide(loader: Any, rows: int, of_step: int, larger: bool) -> bool:
     if keeping is None:
         return False
     if larger and base.num_workers:
-        base.prefetch_factor = max(base.prefetch_factor or 0, of_step)
+        ahead = of_step + -(-of_step // base.num_workers)
+        base.prefetch_factor = max(base.prefetch_factor or 0, ahead)
     private.replace_batch_sampler(
         base, lambda batches: StepBatches(batches, keeping, rows, of_step, base.num_workers)
     )

@@ -24,8 +24,8 @@ from torchtune_adaptive.library import AdaptiveStep
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """How a model's methods for it begin; the older names warn where there are others."""
-_LAUNCHING = ("gather", "reduce", "pad_across_processes")
-"""An accelerator's methods that launch a collective; ``gather_for_metrics`` calls the first."""
+_LAUNCHING = ("reduce", "pad_across_processes")
+"""An accelerator's methods that launch collectives, besides ``gather``; ``gather_for_metrics`` calls that."""
 
 
 class TrainerStep(RowStep):
@@ -234,6 +234,7 @@ class TrainerStep(RowStep):
         replaced: dict[str, Any] = {
             name: partial(step.collective, getattr(accelerator, name)) for name in _LAUNCHING
         }
+        replaced["gather"] = partial(_gathered, step, accelerator, accelerator.gather)
         replaced["backward"] = lambda loss, **_: self._found.append(loss)
         try:
             with mock.patch.multiple(accelerator, **replaced):
@@ -304,6 +305,14 @@ def _checkpointing(trainer: Any) -> tuple[Callable[[], Any], Callable[[], Any]] 
         return None
     enable, disable = getattr(model, f"{name}_enable"), getattr(model, f"{name}_disable")
     return lambda: enable({"use_reentrant": False}), disable
+
+
+def _gathered(
+    step: AdaptiveStep, accelerator: Any, gather: Callable[[Any], Any], value: Any
+) -> Any:
+    if type(value) is not torch.Tensor or accelerator.state.debug:  # it compares shapes first
+        return step.collective(gather, value)
+    return step.train_step.collectives.gather(gather, value)
 
 
 def _rounding(model: torch.nn.Module, half: bool) -> float:
