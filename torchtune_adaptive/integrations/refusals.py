@@ -71,9 +71,8 @@ REFUSED: dict[str, tuple[Setting, str]] = {
 }
 """Fields of training arguments: whether a value is refused, and why."""
 
-WITHOUT_EFFECT = ("ddp_bucket_cap_mb", "dataloader_pin_memory")
-"""Fields about the speed of what is done in another way: gradients are reduced at the end of a step, and
-micro-batches are collated when they are taken."""
+WITHOUT_EFFECT = ("ddp_bucket_cap_mb",)
+"""Fields about the speed of what is done in another way: gradients are reduced at the end of a step."""
 
 _OF_A_BATCH = {
     "aot": "sorts the rows of a micro-batch",

@@ -84,6 +84,7 @@ USED = """
     hub_revision load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
     restore_callback_states_from_checkpoint full_determinism seed data_seed use_cpu accelerator_config
     dataloader_drop_last dataloader_num_workers dataloader_persistent_workers dataloader_prefetch_factor
+    dataloader_pin_memory
     dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names
     train_sampling_strategy length_column_name ddp_backend ddp_timeout fsdp fsdp_config debug
     ddp_find_unused_parameters
