@@ -275,7 +275,18 @@ class Gathers(Shares):
         count = torch.tensor(rows)
         self.step.collective(dist.all_reduce, count)
         self.step.collective(_deal_out)
+        gather = self.step.train_step.collectives.gather
+        assert len(gather(_gathered, torch.ones(rows, 2))) == dist.get_world_size() * rows
+        assert len(gather(_gathered, count)) == dist.get_world_size()
         return int(count)
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of each rank, as accelerate gathers it, with memory of its own."""
+    tensor = tensor.clone()[None] if tensor.ndim == 0 else tensor
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor)
+    return torch.cat(rows)
 
 
 def _deal_out() -> None:
@@ -310,7 +321,7 @@ def beside_an_undisturbed_run(way: str, operations: list[int]) -> None:
 @pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_no_rank_waits_in_what_forward_gathers(way: str, exhaustive: bool) -> None:
     """While the sequence of collectives is recorded, and afterward."""
-    operations = list(range(1, 16)) if exhaustive else [3, 14]
+    operations = list(range(1, 40)) if exhaustive else [3, 9, 10, 14, 24, 26]
     run_ranks(beside_an_undisturbed_run, 2, way, operations)
 
 

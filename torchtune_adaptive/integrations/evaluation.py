@@ -26,7 +26,7 @@ from torchtune_adaptive.integrations.first_look import terms_of_loss
 from torchtune_adaptive.integrations.parts import joined, weighted_mean
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows
 from torchtune_adaptive.integrations.terms import Terms
-from torchtune_adaptive.integrations.trainer_step import LAUNCHING, TrainerStep
+from torchtune_adaptive.integrations.trainer_step import TrainerStep, collectives_of
 from torchtune_adaptive.library import AdaptiveStep
 
 log = logging.getLogger(__name__)
@@ -201,10 +201,7 @@ class Evaluation:
     def _gathering(self, step: AdaptiveStep) -> Iterator[None]:
         """A context in which gathers of metrics are those of all ranks, or of none."""
         accelerator = self._trainer.accelerator
-        together: dict[str, Any] = {
-            name: partial(step.collective, getattr(accelerator, name)) for name in LAUNCHING
-        }
-        with mock.patch.multiple(accelerator, **together):
+        with mock.patch.multiple(accelerator, **collectives_of(step, accelerator)):
             yield
 
     # --- what its parts have given --------------------------------------------------------------

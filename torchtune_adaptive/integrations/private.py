@@ -8,12 +8,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
 
 def pass_loader_through(trainer: Any, change: Callable[[Any], Any]) -> None:
     """Change the loader of training before Lightning's trainer looks at it, wherever it comes from."""
     source = trainer.fit_loop._data_source
     source.dataloader = lambda: change(type(source).dataloader(source))
+
+
+def replace_batch_sampler(loader: Any, change: Callable[[Any], Any]) -> None:
+    """Change the batch sampler of a loader that nobody has iterated over, which torch lets nobody set."""
+    object.__setattr__(loader, "batch_sampler", change(loader.batch_sampler))
+
+
+def pinned(batch: Any) -> Any:
+    """A batch in pinned memory, as a loader of torch does it."""
+    return pin_memory(batch)
 
 
 def builder_of(config: Any) -> type | None:

@@ -72,8 +72,6 @@ REFUSED: dict[str, tuple[Setting, str]] = {
 }
 """Fields of training arguments: whether a value is refused, and why."""
 
-WITHOUT_EFFECT = ("dataloader_pin_memory",)
-"""Fields about the speed of what is done in another way: micro-batches are collated when they are taken."""
 
 _OF_A_BATCH = {
     "aot": "sorts the rows of a micro-batch",

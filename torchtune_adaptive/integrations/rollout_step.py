@@ -64,7 +64,7 @@ class RolloutStep(TrainerStep):
 
     def take_added(self, model: Any, training_step: Callable[..., Any]) -> torch.Tensor:
         """Take a step with what was added, if that is all; until then there is nothing to do."""
-        loss = self.take(model, [KeptRows(self._completions, None)], training_step, None)
+        loss = self.take(model, [KeptRows(self._completions)], training_step, None)
         if self._trainer.accelerator.sync_gradients:
             self._completions, self._batches = [], 0
         return loss

@@ -15,7 +15,7 @@ import torch
 
 from torchtune_adaptive.common import UsageError, announce
 from torchtune_adaptive.integrations.options import Adaptive
-from torchtune_adaptive.integrations.rows import Keeping, KeptRows, longest, tokens_in
+from torchtune_adaptive.integrations.rows import Keeping, KeptRows, RowsOfStep, longest, tokens_in
 from torchtune_adaptive.integrations.summary import summary
 from torchtune_adaptive.library import AdaptiveStep, BatchSize, Outcome, find_batch_size
 
@@ -50,6 +50,8 @@ class RowStep(ABC):
         self._size = 0
         self._rows_of_step = 0
         self._kept: dict[str, Any] = {}
+        self._made: dict[tuple[int, ...], Any] = {}
+        """What the loader has made of rows of the step that is taken, by their numbers."""
 
     @abstractmethod
     def new_step(self) -> AdaptiveStep:
@@ -77,8 +79,8 @@ class RowStep(ABC):
 
     def _take(self, batches: Sequence[KeptRows]) -> Outcome:
         """Take a step with the rows of these batches."""
-        rows = [row for batch in batches for row in batch.rows]
-        self._rows_of_step = len(rows)
+        rows = RowsOfStep(batches)
+        self._rows_of_step, self._made = len(rows), rows.made()
         self._keep()
         begins, why = self._step is None, ""
         if self._step is None:
@@ -141,9 +143,10 @@ class RowStep(ABC):
 
     @property
     def _keeping(self) -> Keeping:
-        """The loader's collate function, around which transformers may put one that drops columns."""
-        collate = self._loader.collate_fn
-        return collate if isinstance(collate, Keeping) else collate.data_collator
+        """The loader's collate function."""
+        keeping = Keeping.of(self._loader)
+        assert keeping is not None  # or its batches would have been refused
+        return keeping
 
     def _require_repeatable(self, batch: KeptRows) -> None:
         """Check that rows make the same micro-batch each time."""
@@ -153,12 +156,15 @@ class RowStep(ABC):
         return self._keeping.again(rows)
 
     def _micro_batch(self, rows: Sequence[Any]) -> dict[str, Any]:
-        # Rows are told apart from inputs: the tensors of some collate functions have no row for each.
-        return {"inputs": OnHost(self._collated(rows)), "rows": torch.empty(len(rows))}
+        return _with_rows(self._collated(rows), len(rows))
 
     def batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
-        """A micro-batch of some of the rows of a step."""
-        return self._micro_batch([rows[number] for number in numbers])
+        """A micro-batch of some of the rows of a step: what the loader has made of them, if it has."""
+        # Taken once only, as a step may change what it is given; after a loss it is made again.
+        made = self._made.pop(tuple(numbers), None)
+        if made is None:
+            return self._micro_batch([rows[number] for number in numbers])
+        return _with_rows(made, len(numbers))
 
     def _groups(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
         """The rows of a step that may share a micro-batch; None if all may."""
@@ -253,6 +259,11 @@ class RowStep(ABC):
         """Set back what a lost attempt has changed."""
         for name, value in self._kept.items():
             setattr(self._owner, name, copy.deepcopy(value))
+
+
+def _with_rows(inputs: Any, rows: int) -> dict[str, Any]:
+    # Rows are told apart from inputs: the tensors of some collate functions have no row for each.
+    return {"inputs": OnHost(inputs), "rows": torch.empty(rows)}
 
 
 class OnHost:

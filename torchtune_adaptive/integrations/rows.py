@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -11,17 +14,96 @@ import torch
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import Generators
+from torchtune_adaptive.integrations import private
 
 _LOOKED_AT = 4096
 """Rows of a dataset that is not a table that are looked at for the longest; loading one may be slow."""
 
 
 class KeptRows:
-    """A batch of a data loader, and the rows that it was made of; nobody on the way looks into it."""
+    """Rows that a data loader has loaded, and what its collate function has made of them.
 
-    def __init__(self, rows: Sequence[Any], inputs: Any) -> None:
-        self.rows = list(rows)
-        self.inputs = inputs
+    Nobody on the way looks into it. A process that loads data sends the rows along, packed: most steps do
+    not need them, so they are unpacked where they are asked for.
+
+    Args:
+        made: what was made of so many rows each, in their order.
+    """
+
+    def __init__(self, rows: Sequence[Any], made: Sequence[tuple[int, Any]] = ()) -> None:
+        self._rows = list(rows)
+        self._packed = b""
+        self._number = len(self._rows)
+        self.made = list(made)
+
+    def __len__(self) -> int:
+        return self._number
+
+    @property
+    def rows(self) -> list[Any]:
+        if self._packed:
+            self._rows, self._packed = pickle.loads(self._packed), b""
+        return self._rows
+
+    @property
+    def inputs(self) -> Any:
+        """What was made of all rows at once."""
+        [(_, inputs)] = self.made
+        return inputs
+
+    def pin_memory(self) -> KeptRows:
+        """What a loader calls for batches of a kind that it does not know."""
+        self.made = [(rows, private.pinned(inputs)) for rows, inputs in self.made]
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        packed = self._packed or _packed(self._rows)
+        return {"_rows": [], "_packed": packed, "_number": self._number, "made": self.made}
+
+
+class RowsOfStep(Sequence[Any]):
+    """The rows of the batches of a step."""
+
+    def __init__(self, batches: Sequence[KeptRows]) -> None:
+        self._batches = batches
+        self._number = sum(map(len, batches))
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._all[number]
+
+    @cached_property
+    def _all(self) -> list[Any]:
+        return [row for batch in self._batches for row in batch.rows]
+
+    def made(self) -> dict[tuple[int, ...], Any]:
+        """What has been made of rows, by their numbers."""
+        found: dict[tuple[int, ...], Any] = {}
+        start = 0
+        for rows, inputs in (each for batch in self._batches for each in batch.made):
+            found[tuple(range(start, start + rows))] = inputs
+            start += rows
+        return found
+
+
+class _Packer(pickle.Pickler):
+    """Packs tensors by their values: by default, one that is part of another brings all of that."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.requires_grad:
+            return NotImplemented
+        try:
+            return torch.from_numpy, (value.numpy(),)
+        except (TypeError, RuntimeError):  # numpy does not have all that tensors may be
+            return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _packed(rows: list[Any]) -> bytes:
+    packed = io.BytesIO()
+    _Packer(packed, pickle.HIGHEST_PROTOCOL).dump(rows)
+    return packed.getvalue()
 
 
 class Keeping:
@@ -29,9 +111,28 @@ class Keeping:
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
+        self._size = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    @property
+    def size(self) -> int:
+        """The most rows that it makes something of at once, or 0; processes that load data share it."""
+        return int(self._size)
+
+    @size.setter
+    def size(self, size: int) -> None:
+        self._size.fill_(size)
 
     def __call__(self, rows: Sequence[Any]) -> KeptRows:
-        return KeptRows(rows, self.again(rows))
+        size = self.size or len(rows) or 1
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        return KeptRows(rows, [(len(part), self.again(part)) for part in parts])
+
+    @staticmethod
+    def of(loader: Any) -> Keeping | None:
+        """That of a loader, around which transformers may put one that drops columns."""
+        collate = getattr(loader, "collate_fn", None)
+        inside = getattr(collate, "data_collator", None)
+        return next((each for each in (collate, inside) if isinstance(each, Keeping)), None)
 
     def again(self, rows: Sequence[Any]) -> Any:
         """The same of some of the rows; some collate functions change what they are given."""

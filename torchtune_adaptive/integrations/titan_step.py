@@ -38,7 +38,7 @@ class TitanStep(RowStep):
         # The gradient of a step is a mean over ranks, and the trainer's is a sum.
         self._terms = valid_tokens / self._data_ranks
         self._losses.clear()
-        self._take([KeptRows(range(len(labels)), None)])
+        self._take([KeptRows(range(len(labels)))])
         return torch.stack(self._losses).sum() / self._data_ranks
 
     def _forward(self, batch: dict[str, Any]) -> torch.Tensor:

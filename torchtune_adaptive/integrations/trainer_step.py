@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import accumulate
@@ -19,7 +19,7 @@ from torchtune_adaptive.core import Generators
 from torchtune_adaptive.integrations import averages, private, refusals
 from torchtune_adaptive.integrations.first_look import terms_of_loss
 from torchtune_adaptive.integrations.row_step import OnHost, RowStep
-from torchtune_adaptive.integrations.rows import KeptRows
+from torchtune_adaptive.integrations.rows import KeptRows, RowsOfStep
 from torchtune_adaptive.integrations.terms import Terms, with_a_label
 from torchtune_adaptive.library import AdaptiveStep
 
@@ -29,14 +29,15 @@ _NOISE = (
     "neftune_noise_alpha: the noise follows the rows of a micro-batch and their padded length, so where "
     "these are not the trainer's own, losses are not those of the plain trainer."
 )
-LAUNCHING = ("gather", "reduce", "pad_across_processes")
-"""An accelerator's methods that launch a collective; ``gather_for_metrics`` calls the first."""
 
 
 class TrainerStep(RowStep):
-    """The steps of a trainer, whose loader gives ``KeptRows``."""
+    """The steps of a trainer, whose loader gives ``KeptRows``.
 
-    def __init__(self, trainer: Any, loader: Any) -> None:
+    ``divides`` is whether it may make micro-batches of a size that it is told; see ``step_batches``.
+    """
+
+    def __init__(self, trainer: Any, loader: Any, divides: bool = False) -> None:
         args = trainer.args
         super().__init__(trainer, trainer.restored, trainer.adaptive, loader, args.device)
         self._trainer = trainer
@@ -48,6 +49,7 @@ class TrainerStep(RowStep):
         """The micro-batches of the attempt to take a step."""
         self._shared: list[int] = []
         """For each row of a step, the terms of its batch."""
+        self._divides = divides
 
     def take(
         self, model: Any, batches: Sequence[KeptRows], training_step: Callable[..., Any], items: Any
@@ -60,7 +62,8 @@ class TrainerStep(RowStep):
         self._of_step = batches
         self._parts.clear()
         loss = self._take(batches).loss
-        self._average([len(batch.rows) for batch in batches])
+        self._average(self._sizes(batches))
+        self._tell_loader(batches)
         state_in(self._trainer).learned = self.learned
         if not math.isfinite(loss) and self._trainer.args.logging_nan_inf_filter:
             return private.logged(self._trainer, self._losses_of(batches))
@@ -79,6 +82,38 @@ class TrainerStep(RowStep):
         super().restore()
         self._parts.clear()
 
+    def _tell_loader(self, batches: Sequence[KeptRows]) -> None:
+        """Let the loader make micro-batches of the size that they have now."""
+        assert self._step is not None
+        size, rows = self._step.micro_batch, self._configured()[0]
+        if not self._divides or size == (self._keeping.size or rows):
+            return
+        if not self._keeping.size and not self._counts_the_same(batches, size):
+            self._divides = False
+            return
+        self._keeping.size = size
+
+    def _counts_the_same(self, batches: Sequence[KeptRows], size: int) -> bool:
+        """Whether the trainer counts as many items in micro-batches of this size as in these batches.
+
+        Not where that follows how rows are padded, as with labels that are padded in front.
+        """
+        if self._terms.of_labels:
+            return False  # which are those of a batch
+        rows, counted_in = RowsOfStep(batches), self._trainer.items_in
+        made = [self._collated(rows[start : start + size]) for start in range(0, len(rows), size)]
+        one, other = counted_in([batch.inputs for batch in batches]), counted_in(made)
+        return all(isinstance(each, Mapping) for each in made) and (
+            one is other is None or (None not in (one, other) and int(one) == int(other))
+        )
+
+    def _sizes(self, batches: Sequence[KeptRows]) -> list[int]:
+        """The rows of each batch of a step, as the plain trainer has them."""
+        if not self._divides:
+            return [len(batch) for batch in batches]
+        number, of_batch = sum(map(len, batches)), self._configured()[0]
+        return [min(of_batch, number - start) for start in range(0, number, of_batch)]
+
     def _losses_of(self, batches: Sequence[KeptRows]) -> list[float]:
         """The loss of each batch on this rank, where that of the step is none of them that a log may have.
 
@@ -86,8 +121,7 @@ class TrainerStep(RowStep):
         several batches, and most of these have a loss.
         """
         assert self._step is not None
-        rows = [row for batch in batches for row in batch.rows]
-        sizes = [len(batch.rows) for batch in batches]
+        rows, sizes = RowsOfStep(batches), self._sizes(batches)
         gradients = [
             (each, each.grad) for each in self._model.parameters()
         ]  # which FSDP would drop
@@ -166,14 +200,14 @@ class TrainerStep(RowStep):
         self._terms = terms
 
     def _groups(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
+        sizes, of_labels = self._sizes(batches), self._terms.of_labels
+        terms = [self._terms.number(one.inputs, 0) for one in batches] if of_labels else sizes
         self._shared = [
-            terms
-            for batch in batches
-            for terms in [self._terms.number(batch.inputs, len(batch.rows))] * len(batch.rows)
+            number for number, rows in zip(terms, sizes, strict=True) for _ in range(rows)
         ]
         if self._options.token_budget:
             return None  # rows of similar length go together, of whichever batch
-        return self._terms.groups([len(batch.rows) for batch in batches])
+        return self._terms.groups(sizes)
 
     def batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
         batch = super().batch_of(rows, numbers)
@@ -198,9 +232,7 @@ class TrainerStep(RowStep):
         trainer, accelerator = self._trainer, self._trainer.accelerator
         batches = trainer.current_gradient_accumulation_steps
         self._found: list[torch.Tensor] = []
-        replaced: dict[str, Any] = {
-            name: partial(step.collective, getattr(accelerator, name)) for name in LAUNCHING
-        }
+        replaced = collectives_of(step, accelerator)
         replaced["backward"] = lambda loss, **_: self._found.append(loss)
         try:
             with mock.patch.multiple(accelerator, **replaced):
@@ -288,3 +320,23 @@ def _checkpointing(trainer: Any) -> tuple[Callable[[], Any], Callable[[], Any]] 
         return None
     enable, disable = getattr(model, f"{name}_enable"), getattr(model, f"{name}_disable")
     return lambda: enable({"use_reentrant": False}), disable
+
+
+def collectives_of(step: AdaptiveStep, accelerator: Any) -> dict[str, Any]:
+    """An accelerator's methods that launch collectives, which all ranks of a step then do, or none;
+    ``gather_for_metrics`` calls the first."""
+    return {
+        "gather": partial(_gathered, step, accelerator, accelerator.gather),
+        **{
+            name: partial(step.collective, getattr(accelerator, name))
+            for name in ("reduce", "pad_across_processes")
+        },
+    }
+
+
+def _gathered(
+    step: AdaptiveStep, accelerator: Any, gather: Callable[[Any], Any], value: Any
+) -> Any:
+    if type(value) is not torch.Tensor or accelerator.state.debug:  # it compares shapes first
+        return step.collective(gather, value)
+    return step.train_step.collectives.gather(gather, value)

@@ -13,7 +13,7 @@ which finds the gradient of the step in ``.grad``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
@@ -22,6 +22,7 @@ from torchtune_adaptive.integrations import refusals
 from torchtune_adaptive.integrations.mixin import AdaptiveMixin
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows
+from torchtune_adaptive.integrations.step_batches import counted_in, divide
 from torchtune_adaptive.integrations.trainer_step import TrainerStep
 from torchtune_adaptive.integrations.trl import AdaptiveRolloutMixin
 
@@ -52,6 +53,8 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
         UsageError: a setting of the trainer cannot be kept.
     """
 
+    args: Any
+    accelerator: Any
     data_collator: Any
     label_names: list[str]
 
@@ -60,23 +63,31 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
             return super().get_train_dataloader()
         with mock.patch.object(self, "data_collator", Keeping(self.data_collator)):
             loader = super().get_train_dataloader()
-        self._adaptive_step = TrainerStep(self, loader)
+        args, options = self.args, self.adaptive
+        rows, of_step = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        divides = not options.token_budget and divide(
+            loader, rows, of_step, larger=bool(options.search)
+        )
+        self._adaptive_step = TrainerStep(self, loader, divides)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        self._adaptive_rows: list[KeptRows] = []
+        batches = self._adaptive_rows = list(islice(epoch_iterator, num_batches))
+        if not all(isinstance(batch, KeptRows) for batch in batches):
+            raise UsageError(
+                "get_train_dataloader: its batches are not made by self.data_collator, so the rows "
+                "of a step are not known. Pass collate_fn=self.data_collator."
+            )
+        made = [inputs for batch in batches for _, inputs in batch.made]
+        samples, items = super().get_batch_samples(iter(made), len(made), device)
+        if [len(batch.made) for batch in batches] != [1] * len(samples):
+            samples = [counted_in(batch, made[0]) for batch in batches]
+        return samples, items
 
-        def collated() -> Iterator[Any]:  # what the trainer counts tokens in
-            for batch in epoch_iterator:
-                if not isinstance(batch, KeptRows):
-                    raise UsageError(
-                        "get_train_dataloader: its batches are not made by self.data_collator, so the rows "
-                        "of a step are not known. Pass collate_fn=self.data_collator."
-                    )
-                self._adaptive_rows.append(batch)
-                yield batch.inputs
-
-        return super().get_batch_samples(collated(), num_batches, device)
+    def items_in(self, inputs: list[Any]) -> Any:
+        """The items that the trainer counts in batches of this process."""
+        with mock.patch.object(self.accelerator, "gather", lambda counted: counted):
+            return super().get_batch_samples(iter(inputs), len(inputs), self.args.device)[1]
 
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None

@@ -19,7 +19,7 @@ from tests.integrations.real.trainers import (
     tokens,
 )
 from torchtune_adaptive import UsageError
-from torchtune_adaptive.integrations.refusals import REFUSED, WITHOUT_EFFECT
+from torchtune_adaptive.integrations.refusals import REFUSED
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 
@@ -84,6 +84,7 @@ USED = """
     hub_revision load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
     restore_callback_states_from_checkpoint full_determinism seed data_seed use_cpu accelerator_config
     dataloader_drop_last dataloader_num_workers dataloader_persistent_workers dataloader_prefetch_factor
+    dataloader_pin_memory
     dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names
     train_sampling_strategy length_column_name ddp_backend ddp_timeout fsdp fsdp_config debug
     ddp_find_unused_parameters ddp_bucket_cap_mb
@@ -96,7 +97,7 @@ def test_each_field_of_the_installed_version_is_known() -> None:
     from transformers import TrainingArguments
 
     fields = {field.name for field in dataclasses.fields(TrainingArguments)}
-    assert fields <= {*USED.split(), *REFUSED, *WITHOUT_EFFECT}, "decide what becomes of these"
+    assert fields <= {*USED.split(), *REFUSED}, "decide what becomes of these"
 
 
 USED_BY_ROLLOUTS = """

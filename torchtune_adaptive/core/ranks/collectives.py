@@ -71,6 +71,7 @@ from torchtune_adaptive.core.ranks.counts import Counts, groups_of, other_groups
 from torchtune_adaptive.core.ranks.recording import (
     Launch,
     LaunchRecorder,
+    gather_of,
     knows_one_sided_experts,
     launch_again,
     launch_of,
@@ -171,6 +172,7 @@ class Collectives:
         self._of_fsdp = set[dist.ProcessGroup]().union(*map(fsdp.replicas, self.models))
         # One for all that are equal: each layer makes the same, and each shape's sequence is kept.
         self._same: dict[Launch, Launch] = {}
+        self._gathers: dict[tuple[Any, ...], Launch] = {}
         self._wide_sequences: dict[Hashable, _Sequence] = {}
         self._sequences: dict[Hashable, _Sequence] = {}
         self._wide, self._sequence = _Sequence(), _Sequence()
@@ -400,10 +402,11 @@ class Collectives:
         finally:
             self._in_hook = False
 
-    def together(self, launch: Callable[[], T]) -> T:
+    def together(self, launch: Callable[[], T], known: Launch | None = None) -> T:
         """Launch collectives of the caller's own, as many on each rank; where a rank has failed, on none.
 
         The ranks vote before each of them. So memory may also run out before the first, and between two.
+        If there is one only, and it is ``known``, no mode has to look for it.
 
         Raises:
             AnotherRankFailed: the next one must not be made.
@@ -413,10 +416,23 @@ class Collectives:
         self.wait_for_pending()
         self._unrecorded = True  # the votes, and what is launched
         try:
-            with LaunchRecorder(self._vote_on):
-                return launch()
+            if known is None:
+                with LaunchRecorder(self._vote_on):
+                    return launch()
+            self._vote_on(known)
+            return launch()
         finally:
             self._unrecorded = False
+
+    def gather(self, gather: Callable[[torch.Tensor], T], tensor: torch.Tensor) -> T:
+        """``together`` for a function that gathers a tensor from all ranks, in one launch."""
+        if self._nobody_waits:
+            return gather(tensor)
+        key = tensor.shape, tensor.dtype, tensor.device
+        known = self._gathers.get(key)
+        if known is None:
+            known = self._gathers[key] = gather_of(tensor).of_any_size()
+        return self.together(lambda: gather(tensor), known)
 
     def _vote_on(self, launch: Launch) -> None:
         """Begin a segment with a launch of the caller's own, if no rank has failed."""
@@ -427,7 +443,7 @@ class Collectives:
         self._votes += 1
         self._begin_segment()
         self._counts.add(self._segment, launch.group)
-        self._pass[self._segment].append(launch.of_any_size())
+        self._pass[self._segment].append(launch if launch.any_size else launch.of_any_size())
 
     def _note_one(self, launch: Launch) -> None:
         if self._unrecorded:

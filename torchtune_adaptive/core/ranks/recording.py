@@ -104,6 +104,17 @@ def launch_of(call: partial[Any]) -> Launch:
     return Launch(call.func, arguments, named["group"], key)
 
 
+def gather_of(tensor: torch.Tensor) -> Launch:
+    """The launch that gathers a tensor from all ranks, as libraries write it: gloo takes a list."""
+    row, ranks = tensor.detach().reshape(-1), dist.get_world_size()
+    if dist.get_backend() == dist.Backend.GLOO:
+        call = partial(dist.all_gather, [row] * ranks, row, group=dist.group.WORLD)
+    else:
+        rows = row.expand(ranks, -1)
+        call = partial(dist.all_gather_into_tensor, rows, row, group=dist.group.WORLD)
+    return launch_of(call)
+
+
 def _without_values(arguments: Any) -> Any:
     return tree_map_only(
         torch.Tensor, lambda tensor: _Buffer(tensor.shape, tensor.dtype, tensor.device), arguments
