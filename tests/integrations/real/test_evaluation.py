@@ -154,8 +154,9 @@ def compare(name: str, way: str) -> dict[str, Any]:
     if way == "fsdp2":
         fsdp2_on_cpu()
     plain, _, batches = evaluated(kind, False, **settings)
-    equal, silent, _ = evaluated(kind, True, **settings)
-    found: dict[str, Any] = {"batches": batches, "equal": equal == plain and not silent, "lost": {}}
+    undisturbed, lines, _ = evaluated(kind, True, **settings)
+    assert not lines
+    found: dict[str, Any] = {"batches": batches, "undisturbed": far(undisturbed, plain), "lost": {}}
     for on in range(1 if way == "alone" else 2):
         for at in ({1: 5}, {2: 60, 3: 20}):
             ours, lines, attempts = evaluated(kind, True, (on, at), **settings)
@@ -166,11 +167,12 @@ def compare(name: str, way: str) -> dict[str, Any]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_evaluation(name: str, way: str) -> None:
+    # Losses of completions cancel almost to 0, and their metrics are averaged by rows.
+    close = 1e-5 if name.startswith(("grpo", "rloo")) else CLOSE
     for seen in on_ranks(compare, 1 if way == "alone" else 2, name, way):
-        assert seen["equal"], seen
+        # With FSDP2, training sums gradients in another order, and evaluation has the weights of that.
+        assert max(seen["undisturbed"].values()) <= (close if way == "fsdp2" else 0), seen
         for distances, _, attempts in seen["lost"].values():
-            # Losses of completions cancel almost to 0, and their metrics are averaged by rows.
-            close = 1e-5 if name.startswith(("grpo", "rloo")) else CLOSE
             assert max(distances.values()) <= close, seen
             assert attempts > seen["batches"]
 
