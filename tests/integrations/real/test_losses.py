@@ -198,7 +198,7 @@ def of_tokens(name: str) -> str:
 def test_token_budgets_are_refused_where_rows_of_a_batch_stay_together() -> None:
     [said] = on_ranks(of_tokens, 1, "BertForMaskedLM")
     assert said.startswith(
-        "tokens: the loss of BertForMaskedLM is a mean over the labels of a batch"
+        "token_budget: the loss of BertForMaskedLM is a mean over the labels of a batch"
     )
 
 
