@@ -260,7 +260,10 @@ class Counting(Module):
         super().__init__()
         self.counted, self.relieved = [0], [0]
         model = self.model
-        self.relief = (model.gradient_checkpointing_enable, model.gradient_checkpointing_disable)
+        self.activation_checkpointing = (
+            model.gradient_checkpointing_enable,
+            model.gradient_checkpointing_disable,
+        )
 
     def training_step(self, batch: Any) -> Any:  # type: ignore[override]
         self.counted[0] += len(batch["input_ids"])
