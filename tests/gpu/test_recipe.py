@@ -135,14 +135,14 @@ def fails_once_in_backward(kind: str, cfg: DictConfig) -> Records:
     def fail(_: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("injected")
 
-    def backward(step: TrainStep) -> None:
+    def backward(step: TrainStep, reduces: bool) -> None:
         left[0] -= 1
         if left[0]:
-            plain(step)
+            plain(step, reduces)
             return
         hook = step._parameters[len(step._parameters) // 2].register_hook(fail)
         try:
-            plain(step)
+            plain(step, reduces)
         finally:
             hook.remove()
 

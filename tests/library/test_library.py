@@ -28,12 +28,12 @@ SIGNATURES = {
     "memory_limit=None, grow_back_after=100, measure_noise=False, activation_checkpointing=None, "
     "restore=None, frozen=(), "
     "compiled=None, context_mesh=None, wait_for_memory=0.0, timeout=None)",
-    "AdaptiveStep.__call__": "(self, rows, collate, size, lengths=None, groups=None)",
+    "AdaptiveStep.__call__": "(self, rows, collate_fn, size, lengths=None, groups=None)",
     "AdaptiveStep.collective": "(self, launch, *arguments, **named)",
     "AdaptiveStep.forward_only": "(self, work, *, name=None, worst_case=None, gathers=False)",
     "AdaptiveStep.state_dict": "(self)",
     "AdaptiveStep.load_state_dict": "(self, state)",
-    "ForwardOnly.__call__": "(self, rows, collate, size, lengths=None, groups=None)",
+    "ForwardOnly.__call__": "(self, rows, collate_fn, size, lengths=None, groups=None)",
     "ForwardOnly.state_dict": "(self)",
     "ForwardOnly.load_state_dict": "(self, state)",
     "find_batch_size": "(step, worst_case, *, phase=None, ceiling=16384, accumulation=1, "
@@ -196,14 +196,14 @@ class TestMisuse:
         ("name", "value"),
         [
             *(("rows", value) for value in (3, None, range(0), {"tokens": [1, 2]}, iter([1]))),
-            *(("collate", value) for value in (3, None)),
+            *(("collate_fn", value) for value in (3, None)),
             *(("size", value) for value in (0, -1, 2.5, math.nan, None, "4", True)),
             *(("groups", value) for value in (4, [2, 1], [4, 0], [2.0, 2.0], "22", [])),
         ],
     )
     def test_an_argument_of_a_call(self, name: str, value: Any) -> None:
         step = Trained("alone").step
-        refuses(name, step, **{"rows": rows_of(4), "collate": collate, "size": 2, name: value})
+        refuses(name, step, **{"rows": rows_of(4), "collate_fn": collate, "size": 2, name: value})
 
     @pytest.mark.parametrize(
         ("name", "value"),
