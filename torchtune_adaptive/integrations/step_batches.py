@@ -128,7 +128,10 @@ def counted_in(batch: KeptRows, other: Any) -> Any:
     if len(made) == 1:
         return made[0]
     return {
-        name: torch.cat([value.flatten()[:0], *(one[name].flatten() for one in made)])
+        name: torch.cat(
+            # Not all need have it, as where some rows have images.
+            [value.flatten()[:0], *(one[name].flatten() for one in made if name in one)]
+        )
         for name, value in other.items()
         if isinstance(value, torch.Tensor)
     }

@@ -79,10 +79,13 @@ def of_trainers(folder: str) -> dict[str, Seen]:
 def test_a_trainer_shows_what_it_does_and_logs_it(tmp_path: Path) -> None:
     [seen] = on_ranks(of_trainers, 1, str(tmp_path))
     lines = {name: each for name, (each, _) in seen.items()}
-    *trials, end = lines["searched"]
+    *trials, end, of_evaluation = lines["searched"]
     assert [line[:14] for line in trials[:2]] == ["micro-batch 1:", "micro-batch 2:"], lines
     why = trials[-2].removeprefix("micro-batch 8: ").partition(",")[0]
     assert end == f"8 rows a step = 2 x micro-batch 4 (8 rows: {why})", lines
+    assert of_evaluation.startswith("batch of evaluation 8 -> 4 (out of memory in evaluation"), (
+        lines
+    )
     assert lines["resumed"] == ["8 rows a step = 2 x micro-batch 4, from checkpoint-2"]
     no_search, end = lines["no limit"]
     assert no_search.startswith("no search: ") and 'Adaptive(memory_limit="16GiB")' in no_search
