@@ -49,7 +49,7 @@ def test_nothing_follows_the_last_micro_batch() -> None:
     model = tiny_decoder(sharded=False)
     step = step_of(model, adamw(model))
     step.forward_backward(batch(), last=True)
-    with pytest.raises(RuntimeError, match="follows that which was said to be the last"):
+    with pytest.raises(RuntimeError, match="follows the one that was given as the last"):
         step.forward_backward(batch())
     step.apply()
     step.forward_backward(batch(), last=True)

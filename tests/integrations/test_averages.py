@@ -88,7 +88,7 @@ def test_each_batch_has_a_value(parts: list[Any], expected: list[float]) -> None
         "tokens": [5.0],
     }
     made = [
-        Part(numbers, {"entropy": value, "tokens": None}, row(rows=len(numbers), labels=labels))
+        Part(numbers, {"entropy": value, "tokens": None}, {"labels": torch.ones(1, 1 + labels)})
         for numbers, value, labels in parts
     ]
     averages.settle(trainer, "train", before, [2, 2], made)

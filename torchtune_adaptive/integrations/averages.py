@@ -55,11 +55,8 @@ def counts(inputs: Any, rows: int) -> list[int]:
     tokens, chosen = mask[..., 1:].sum(-1), torch.arange(len(mask)) < rows
     if len(mask) == rows and "label" in inputs:  # of each row; else rejected answers follow
         chosen = torch.as_tensor(inputs["label"]).cpu().bool()
-    of_chosen, of_all, chosen_rows = (
-        int(tokens.cpu()[chosen].sum()),
-        int(tokens.sum()),
-        int(chosen.sum()),
-    )
+    of_all, of_chosen = int(tokens.sum()), int(tokens.cpu()[chosen].sum())
+    chosen_rows = int(chosen.sum())
     return [*found, of_all, of_chosen, of_all - of_chosen, chosen_rows, len(mask) - chosen_rows]
 
 
@@ -96,8 +93,8 @@ class Part:
     """Their numbers."""
     added: Added
     """What it has added to each metric."""
-    counts: Sequence[int]
-    """How much it has of each of ``COUNTS``, on this rank."""
+    inputs: Any
+    """The batch that was made of them, on this rank."""
 
 
 def settle(
@@ -118,7 +115,8 @@ def settle(
     if not any(part.added for part in parts):
         return
     accelerator, metrics = trainer.accelerator, private.metrics_in(vars(trainer), mode)
-    counted = torch.tensor([[part.counts for part in parts]], device=accelerator.device)
+    own_counts = [counts(part.inputs, len(part.rows)) for part in parts]
+    counted = torch.tensor([own_counts], device=accelerator.device)
     # Of the ranks whose metrics count, at the end of the data, too.
     weights = accelerator.gather_for_metrics(counted).sum(0).tolist()
     own = refusals.name_in_trl(type(trainer))

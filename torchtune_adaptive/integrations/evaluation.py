@@ -257,8 +257,7 @@ class Evaluation:
         of_parts = []
         for part in parts:
             numbers, done = range(done, done + part.rows), done + part.rows
-            counts = averages.counts(part.inputs, part.rows)
-            of_parts.append(averages.Part(numbers, part.added, counts))
+            of_parts.append(averages.Part(numbers, part.added, part.inputs))
         earlier = private.metrics_in(before, "eval")
         averages.settle(self._trainer, "eval", earlier, [sum(rows)], of_parts)
 

@@ -45,6 +45,8 @@ class RolloutStep(TrainerStep):
     itself takes at once, and go on in smaller parts where memory runs out. The loader gives prompts.
     """
 
+    _averages = False  # the rows of a step are not told apart by batches
+
     def __init__(self, trainer: Any, loader: Any) -> None:
         super().__init__(trainer, loader)
         self._completions: list[Completion] = []
@@ -93,9 +95,6 @@ class RolloutStep(TrainerStep):
     def _losses_of(self, batches: Sequence[KeptRows]) -> list[float]:
         """That of the step: its rows are not told apart by batches."""
         return [math.nan]
-
-    def _average(self, batches: Sequence[int]) -> None:
-        """Nothing: the rows of a step are not told apart by batches."""
 
     def _groups(self, batches: Sequence[KeptRows]) -> None:
         """All rows may share a micro-batch, as far as ``_most`` allows."""

@@ -37,6 +37,9 @@ class TrainerStep(RowStep):
     ``divides`` is whether it may make micro-batches of a size that it is told; see ``step_batches``.
     """
 
+    _averages = True
+    """Whether metrics get a value for each of the trainer's own batches."""
+
     def __init__(self, trainer: Any, loader: Any, divides: bool = False) -> None:
         args = trainer.args
         super().__init__(trainer, trainer.restored, trainer.adaptive, loader, args.device)
@@ -62,7 +65,9 @@ class TrainerStep(RowStep):
         self._of_step = batches
         self._parts.clear()
         loss = self._take(batches).loss
-        self._average(self._sizes(batches))
+        if self._averages:
+            self._average(self._sizes(batches))
+        self._parts.clear()  # which hold the micro-batches
         self._tell_loader(batches)
         state_in(self._trainer).learned = self.learned
         if not math.isfinite(loss) and self._trainer.args.logging_nan_inf_filter:
@@ -153,9 +158,8 @@ class TrainerStep(RowStep):
         inputs, numbers = batch["inputs"].value, batch.get("numbers")
         with averages.noted(lambda: private.metrics_in(vars(trainer), "train")) as added:
             self._training_step(self._model, copy.copy(inputs), self._items)
-        if numbers is not None:  # not in a trial
-            rows = numbers.value
-            self._parts.append(averages.Part(rows, added, averages.counts(inputs, len(rows))))
+        if self._averages and numbers is not None:  # not in a trial
+            self._parts.append(averages.Part(numbers.value, added, inputs))
         if len(found) != 1:
             raise UsageError(
                 f"training_step: it called accelerator.backward {counted(len(found), 'time')}, and must call "

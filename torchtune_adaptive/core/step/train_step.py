@@ -267,7 +267,7 @@ class TrainStep:
         """
         if self._had_last:
             raise RuntimeError(
-                "a micro-batch follows that which was said to be the last of the step"
+                "A micro-batch follows the one that was given as the last. Call apply() before the next step."
             )
         self._had_last = last
         if self.collectives.disturbed and self._exchange.loss is None:
