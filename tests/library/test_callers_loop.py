@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.helpers.decoder import local_values, same_bits
 from tests.helpers.library import WIDTH, Trained, collate, failing, rows_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.step_costs import costs_of
 from torchtune_adaptive import UsageError, find_batch_size
 
 ROWS = 4
@@ -277,7 +278,10 @@ class Gathers(Shares):
         self.step.collective(_deal_out)
         gather = self.step.train_step.collectives.gather
         assert len(gather(_gathered, torch.ones(rows, 2))) == dist.get_world_size() * rows
-        assert len(gather(_gathered, count)) == dist.get_world_size()
+        numbers = gather(_gathered, count)
+        assert (
+            len(numbers) == dist.get_world_size() and numbers.all()
+        )  # nothing of a rank that failed
         return int(count)
 
 
@@ -323,6 +327,32 @@ def test_no_rank_waits_in_what_forward_gathers(way: str, exhaustive: bool) -> No
     """While the sequence of collectives is recorded, and afterward."""
     operations = list(range(1, 40)) if exhaustive else [3, 9, 10, 14, 24, 26]
     run_ranks(beside_an_undisturbed_run, 2, way, operations)
+
+
+class GathersNumbers(Shares):
+    """A loss that tells other ranks a number of each kind, as metrics are."""
+
+    def forward(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
+        gather = self.step.train_step.collectives.gather
+        numbers = [torch.tensor(value) for value in (3, 0.25, True)]
+        for number in (*numbers, torch.tensor(0.5, dtype=torch.bfloat16)):
+            gathered = gather(_gathered, number)
+            assert gathered.dtype == number.dtype and gathered.tolist() == [number.item()] * 2
+        return super().forward(batch)
+
+
+def exchanges_on_the_host() -> int:
+    run = GathersNumbers("ddp", optimizer_steps=False)
+    for _ in range(2):  # the first ones are recorded
+        run.take(rows_of(ROWS), 1)
+    return costs_of(lambda: run.take(rows_of(ROWS), 1)).agreements
+
+
+@pytest.mark.ranks
+def test_numbers_are_gathered_without_a_vote() -> None:
+    """Four numbers of each of four micro-batches: the one exchange of a step tells what ranks were called
+    with."""
+    assert run_ranks(exchanges_on_the_host, 2) == [1, 1]
 
 
 def test_on_one_rank_a_collective_is_a_call() -> None:

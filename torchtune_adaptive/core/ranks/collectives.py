@@ -13,6 +13,8 @@ This is the first part of Note [Failure before a collective] in ``step.failures`
   *vote*. So its sizes may follow anything. A rank that has failed launches what is recorded up to there, and
   votes; then all know. One that fails in the collective itself, after the vote, knows its sizes and launches
   it first.
+- A gather of single numbers, as most metrics are, is its own vote once it is recorded: each rank adds a 1,
+  and one that has failed gathers zeros.
 
 Note [Who is asked]
 ~~~~~~~~~~~~~~~~~~~
@@ -424,22 +426,38 @@ class Collectives:
         finally:
             self._unrecorded = False
 
-    def gather(self, gather: Callable[[torch.Tensor], T], tensor: torch.Tensor) -> T:
-        """``together`` for a function that gathers a tensor from all ranks, in one launch."""
-        if self._nobody_waits:
+    def gather(self, gather: Callable[[torch.Tensor], T], tensor: torch.Tensor) -> T | torch.Tensor:
+        """``together`` for a function that gathers a tensor from all ranks, in one launch, along its rows."""
+        if self._nobody_waits or not self._in_step or self._unrecorded:
             return gather(tensor)
+        if tensor.ndim > 0 or self.holders.size > 1:
+            return self.together(lambda: gather(tensor), self._gather_of(tensor))
+        number = tensor.detach()
+        both = torch.stack([number, torch.ones_like(number)])
+        known = replace(self._gather_of(both), tells=True)
+        gathered = self.together(lambda: gather(both), known)
+        assert isinstance(gathered, torch.Tensor)
+        numbers, here = gathered.view(-1, 2).T
+        if self._asked is not _Asked.HOLDERS and not here.all():
+            if self.recording:
+                self._ask()  # as the one that has failed does next
+            raise AnotherRankFailed(everywhere=True)
+        return numbers.contiguous()
+
+    def _gather_of(self, tensor: torch.Tensor) -> Launch:
         key = tensor.shape, tensor.dtype, tensor.device
         known = self._gathers.get(key)
         if known is None:
             known = self._gathers[key] = gather_of(tensor).of_any_size()
-        return self.together(lambda: gather(tensor), known)
+        return known
 
     def _vote_on(self, launch: Launch) -> None:
         """Begin a segment with a launch of the caller's own, if no rank has failed."""
         if launch.refused:
             raise UsageError(launch.refused)
         self.end_stage()
-        self._vote()
+        if self.recording or not launch.tells:
+            self._vote()
         self._votes += 1
         self._begin_segment()
         self._counts.add(self._segment, launch.group)
@@ -546,6 +564,8 @@ class Collectives:
             self._tell()
             return True
         own = [each for each in agreed if each.any_size]  # others wait in it, whoever they are
+        if self._tells(own, segment):
+            return True
         if not self._holders_know and self._asked is _Asked.HOLDERS:
             joined = [each for each in agreed if self._joins(each) and not each.any_size]
             self._complete(segment, own + joined)
@@ -553,10 +573,22 @@ class Collectives:
         sequence = self._wide if self._holders_know else self._sequence
         rest = [each for each in sequence.recorded.get(segment, []) if not each.any_size]
         self._complete(segment, own + rest)
-        if _segment_of(stage, votes + 1) not in self._wide.recorded:
+        after = _segment_of(stage, votes + 1)
+        if after not in self._wide.recorded:
             return False
+        if self._tells(self._wide.recorded[after], after):
+            return True
         with suppress(AnotherRankFailed):
             self._vote(failed=True)
+        return True
+
+    def _tells(self, launches: Sequence[Launch], segment: str) -> bool:
+        """Tell all ranks of a failure by the first launch of a segment, if that is an unmade vote."""
+        if self.recording or not launches or not launches[0].tells:
+            return False
+        if self._counts.launched_in(segment).get(launches[0].group):
+            return False
+        launch_again(launches[:1], self.device, self.launched)
         return True
 
     def _tell(self) -> None:

@@ -66,6 +66,8 @@ class Launch:
     """The reason why a rank cannot make it by itself, or cannot tell whether it has been made."""
     any_size: bool = False
     """Whether it may have other sizes each time, so that it is compared by its group alone."""
+    tells: bool = False
+    """Whether it shows where a rank has failed: with zeros in the place of its values."""
 
     @property
     def bytes(self) -> int:
