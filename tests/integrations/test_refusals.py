@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from torchtune_adaptive import UsageError
 from torchtune_adaptive.integrations import Adaptive, lightning, refusals
 
 
-def trainer(dataset: Any = (), config: Any = None, **settings: Any) -> Any:
+def trainer(config: Any = None, **settings: Any) -> Any:
     of_loading = {"dispatch_batches": None, "even_batches": True}
     loading = {key: settings.pop(key, value) for key, value in of_loading.items()}
-    plugin, scaler = settings.pop("fsdp_plugin", None), settings.pop("scaler", None)
+    plugin = settings.pop("fsdp_plugin", None)
     return SimpleNamespace(
         args=SimpleNamespace(
             **{"n_gpu": 1, "accelerator_config": SimpleNamespace(**loading)} | settings
         ),
-        accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), scaler=scaler),
+        accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), num_processes=2),
         is_deepspeed_enabled=False,
         model=SimpleNamespace(config=config),
-        train_dataset=dataset,
     )
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter([1])
 
 
 MISTAKES: dict[str, dict[str, Any]] = {
     "auto_find_batch_size: True is not": {"auto_find_batch_size": True},
-    "fp16: True is not": {"fp16": True},
-    "mixed_precision: the trainer's gradient scaler": {"scaler": object()},
     "torch_compile_mode: 'reduce-overhead'": {"torch_compile_mode": "reduce-overhead"},
     "torch_compile_mode: 'max-autotune'": {"torch_compile_mode": "max-autotune"},
     "deepspeed: {} is not": {"deepspeed": {"stage": 3}},
@@ -50,8 +41,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "n_gpu: 2 devices": {"n_gpu": 2},
     "fsdp: version 1": {"fsdp_plugin": SimpleNamespace(fsdp_version=1)},
     "even_batches must be on": {"even_batches": False},
-    "train_dataset: one that can only be iterated over": {"dataset": Stream()},
-    "dispatch_batches": {"dataset": [1], "dispatch_batches": True},
+    "accelerator_config: with dispatch_batches": {"dispatch_batches": True},
     "loss_type: aot sorts the rows": {"loss_type": ["sigmoid", "aot"]},
     "loss_type: kto compares each row": {"loss_type": "kto"},
     "loss_type: bnpo is a mean over the tokens": {"loss_type": "bnpo"},

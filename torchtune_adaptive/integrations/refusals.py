@@ -8,7 +8,6 @@ from typing import Any
 
 from packaging.version import Version
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import private
@@ -36,7 +35,6 @@ _MEAN_ENTROPY = (
 
 REFUSED: dict[str, tuple[Setting, str]] = {
     "auto_find_batch_size": (bool, "the size is found without it. Leave it off"),
-    "fp16": (bool, "the trainer's gradient scaler is not supported. Use bf16"),
     "torch_compile_mode": (
         {"reduce-overhead", "max-autotune"}.__contains__,
         "it captures CUDA graphs, which have one size of micro-batch and cannot be left in the middle. Use "
@@ -143,14 +141,11 @@ def require_supported(trainer: Any) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
         raise UsageError("fsdp: version 1 cannot be reset after running out of memory. Use 2.")
-    if accelerator.scaler is not None:
-        raise UsageError(f"mixed_precision: {REFUSED['fp16'][1]}.")
-    loading, dataset = args.accelerator_config, trainer.train_dataset
-    only_iterated = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
-    if dataset is not None and (only_iterated or loading.dispatch_batches):
+    loading = args.accelerator_config
+    if loading.dispatch_batches and accelerator.num_processes > 1:
         raise UsageError(
-            "train_dataset: one that can only be iterated over, or that one rank loads for all "
-            "(dispatch_batches), is not supported. Use one with a length."
+            "accelerator_config: with dispatch_batches, one process makes the batches of all, and others do "
+            "not have the rows. Leave it out: each process then reads the data and takes its own rows."
         )
     if not loading.even_batches:
         raise UsageError("accelerator_config: even_batches must be on: ranks have the same rows.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -12,8 +11,10 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from torchtune_adaptive.common import UsageError, announce
+from torchtune_adaptive.integrations import averages
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows, RowsOfStep, longest, tokens_in
 from torchtune_adaptive.integrations.summary import summary
@@ -61,6 +62,10 @@ class RowStep(ABC):
     def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """The part of a micro-batch in the loss of this rank."""
 
+    def _scaled(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The same, as gradients are computed of it."""
+        return self._forward(batch)
+
     @abstractmethod
     def around(self, step: AdaptiveStep) -> AbstractContextManager[None]:
         """The context in which steps are taken."""
@@ -104,7 +109,7 @@ class RowStep(ABC):
         return AdaptiveStep(
             model,
             optimizer,
-            self._forward,
+            self._scaled,
             optimizer_steps=False,
             memory_limit=options.memory_limit,
             grow_back_after=options.grow_back_after,
@@ -224,7 +229,7 @@ class RowStep(ABC):
 
     def _longest(self) -> Any:
         dataset = self._loader.dataset
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise UsageError(
                 "search: a dataset that can only be iterated over has no longest row to try. Pass "
                 "Adaptive(search=False), or a dataset with a length."
@@ -250,7 +255,7 @@ class RowStep(ABC):
     def _keep(self) -> None:
         owner = self._owner
         self._kept = {
-            name: copy.deepcopy(getattr(owner, name))
+            name: averages.copied(getattr(owner, name))
             for name in self._restored
             if hasattr(owner, name)
         }
@@ -258,7 +263,7 @@ class RowStep(ABC):
     def restore(self) -> None:
         """Set back what a lost attempt has changed."""
         for name, value in self._kept.items():
-            setattr(self._owner, name, copy.deepcopy(value))
+            setattr(self._owner, name, averages.copied(value))
 
 
 def _with_rows(inputs: Any, rows: int) -> dict[str, Any]:

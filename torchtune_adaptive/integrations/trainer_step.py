@@ -65,11 +65,13 @@ class TrainerStep(RowStep):
         self._of_step = batches
         self._parts.clear()
         loss = self._take(batches).loss
+        if (scaler := self._trainer.accelerator.scaler) is not None:
+            loss /= scaler.get_scale()
         if self._averages:
             self._average(self._sizes(batches))
         self._parts.clear()  # which hold the micro-batches
         self._tell_loader(batches)
-        state_in(self._trainer).learned = self.learned
+        state_in(self._trainer).steps = self
         if not math.isfinite(loss) and self._trainer.args.logging_nan_inf_filter:
             return private.logged(self._trainer, self._losses_of(batches))
         return torch.tensor(loss, device=self._device)
@@ -169,6 +171,10 @@ class TrainerStep(RowStep):
         if batch["inputs"].weight != 1:
             loss = loss * batch["inputs"].weight
         return loss
+
+    def _scaled(self, batch: dict[str, Any]) -> torch.Tensor:
+        loss, scaler = self._forward(batch), self._trainer.accelerator.scaler
+        return loss if scaler is None else scaler.scale(loss)
 
     def parts(self, rows: int) -> float:
         """What the trainer divides the loss of a micro-batch of so many rows by, if it is a mean."""
@@ -292,8 +298,12 @@ def _state_class() -> type:
 
     class AdaptiveState(TrainerCallback, ExportableState):
         learned: dict[str, Any] | None = None
+        steps: TrainerStep | None = None
+        """The steps that have learned it, which are asked when a checkpoint is made."""
 
         def state(self) -> dict[str, Any]:
+            if self.steps is not None:
+                self.learned = self.steps.learned
             return {"args": {}, "attributes": {"learned": self.learned}}
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:

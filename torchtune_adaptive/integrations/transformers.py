@@ -23,6 +23,7 @@ from torchtune_adaptive.integrations.mixin import AdaptiveMixin
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows
 from torchtune_adaptive.integrations.step_batches import counted_in, divide
+from torchtune_adaptive.integrations.streams import read_by_each_process
 from torchtune_adaptive.integrations.trainer_step import TrainerStep
 from torchtune_adaptive.integrations.trl import AdaptiveRolloutMixin
 
@@ -61,7 +62,8 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
     def get_train_dataloader(self) -> Any:
         if not self.is_in_train:  # somebody only looks at it
             return super().get_train_dataloader()
-        with mock.patch.object(self, "data_collator", Keeping(self.data_collator)):
+        keeping = mock.patch.object(self, "data_collator", Keeping(self.data_collator))
+        with keeping, read_by_each_process(self):
             loader = super().get_train_dataloader()
         args, options = self.args, self.adaptive
         rows, of_step = args.per_device_train_batch_size, args.gradient_accumulation_steps

@@ -10,15 +10,12 @@ import pytest
 
 from tests.integrations.real.trainers import (
     AS_CONFIGURED,
-    NAMES,
     Loss,
     lose_memory,
     make,
     on_ranks,
-    texts,
     tokens,
 )
-from torchtune_adaptive import UsageError
 from torchtune_adaptive.integrations.refusals import REFUSED
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
@@ -71,7 +68,7 @@ USED = """
     output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
     lr_scheduler_kwargs warmup_steps optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
     optim_target_modules gradient_accumulation_steps average_tokens_across_devices max_grad_norm
-    label_smoothing_factor bf16 bf16_full_eval fp16_full_eval tf32 activation_checkpointing
+    label_smoothing_factor bf16 bf16_full_eval fp16 fp16_full_eval tf32 activation_checkpointing
     activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs torch_compile
     torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache
     neftune_noise_alpha torch_empty_cache_steps logging_strategy logging_steps logging_first_step
@@ -137,7 +134,7 @@ def hooks_and_a_subclass() -> dict[str, Any]:
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from tests.integrations.real.trainers import SETTINGS, Padding, llama, tokens
+    from tests.integrations.real.trainers import SETTINGS, Padding, llama
     from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
 
     seen: dict[str, list[Any]] = {"gradient": [], "step": [], "loss": []}
@@ -189,19 +186,3 @@ def test_callbacks_and_a_loss_of_the_users_own() -> None:
     [seen] = on_ranks(hooks_and_a_subclass, 1)
     assert seen["gradient"] == [True] * 8 and seen["step"] == [1, 2, 3, 4] * 2
     assert seen["loss"] <= 1e-6
-
-
-def streamed() -> list[str]:
-    said = []
-    for kind in ("trainer", "sft", "dpo", "reward"):
-        data = tokens() if kind == "trainer" else texts(*NAMES[kind])
-        with tempfile.TemporaryDirectory() as folder, pytest.raises(UsageError) as refused:
-            make(kind, AS_CONFIGURED, folder, data=data.to_iterable_dataset())
-        said.append(str(refused.value))
-    return said
-
-
-def test_rows_that_can_only_be_iterated_over_are_refused() -> None:
-    [said] = on_ranks(streamed, 1)
-    assert all(one.startswith("train_dataset: one that can only be iterated over") for one in said)
-    assert len(said) == 4
