@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.beside import TORCHTITAN, TRITON, make_environment
+from tests.helpers.beside import AXOLOTL, TORCHTITAN, TRITON, WITHOUT_DEPENDENCIES, make_environment
 from tests.helpers.samples import Sample
 
 STRIDE = 29  # a prime, so that samples do not keep step with the layers of a model
@@ -107,6 +107,15 @@ def beside_trl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def beside_torchtitan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment with the library alone, and torchtitan."""
     return make_environment(tmp_path_factory.mktemp("beside_torchtitan"), TORCHTITAN, pinned=False)
+
+
+@pytest.fixture(scope="session")
+def beside_axolotl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the library alone, and Axolotl."""
+    folder = tmp_path_factory.mktemp("beside_axolotl")
+    return make_environment(
+        folder, AXOLOTL, without_dependencies=WITHOUT_DEPENDENCIES, pinned=False
+    )
 
 
 @pytest.fixture(scope="session")

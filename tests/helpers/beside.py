@@ -16,6 +16,41 @@ ROOT = Path(__file__).parents[2]
 OTHERS = ("transformers", "peft", "trl", "lightning", "pillow")
 TORCHTITAN = ("torchtitan==0.3.0", "triton", "torchao>=0.18")
 """torchtitan needs an older datasets than TRL; and it does not say that it needs the other two."""
+AXOLOTL = (
+    *(
+        "transformers==5.16.1",
+        "accelerate==1.13.0",
+        "trl==1.9.0",
+        "peft==0.20.0",
+        "datasets==4.8.4",
+    ),
+    *(
+        "addict",
+        "art",
+        "colorama",
+        "einops",
+        "evaluate",
+        "fire",
+        "numba",
+        "posthog",
+        "pydantic==2.12.5",
+    ),
+    *(
+        "python-dotenv",
+        "schedulefree",
+        "scipy",
+        "tensorboard",
+        "typer==0.25.1",
+        "wandb",
+        "zstandard",
+    ),
+)
+"""What Axolotl needs, and can be used without a GPU; see ``WITHOUT_DEPENDENCIES``."""
+WITHOUT_DEPENDENCIES = (
+    *("axolotl==0.19.0", "axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6"),
+    *("bitsandbytes==0.50.2", "kernels", "fastcore", "platformdirs", "triton==3.7.1"),
+)
+"""Axolotl, and what it imports and does not use there."""
 TRITON = (".", "triton==3.7.1")
 """The recipes, and the Triton that the torch of ``constraints.txt`` requires where it is built for CUDA."""
 
@@ -27,12 +62,19 @@ def needed_by_recipes() -> list[Requirement]:
     return [*map(Requirement, written)]
 
 
-def make_environment(folder: Path, others: Sequence[str] = OTHERS, *, pinned: bool = True) -> Path:
+def make_environment(
+    folder: Path,
+    others: Sequence[str] = OTHERS,
+    *,
+    without_dependencies: Sequence[str] = (),
+    pinned: bool = True,
+) -> Path:
     """Install the library, as documented, beside packages of others; gives its Python.
 
     Args:
         folder: where to make the environment.
         others: the packages of the others; the recipes, which are not installed otherwise, are ``.``.
+        without_dependencies: packages that are installed without what they need.
         pinned: whether all packages have the versions of ``constraints.txt``; otherwise, only torch has.
     """
     python = folder / "bin" / "python"
@@ -43,6 +85,9 @@ def make_environment(folder: Path, others: Sequence[str] = OTHERS, *, pinned: bo
     subprocess.run([*install, *constraint, "torch"], check=True, timeout=600)
     rest = [*constraint * pinned, "./library", *others, "pytest"]
     subprocess.run([*install, *rest], cwd=ROOT, check=True, timeout=1200)
+    if without_dependencies:
+        alone = [*install, "--no-deps", *without_dependencies]
+        subprocess.run(alone, cwd=ROOT, check=True, timeout=600)
     return python
 
 

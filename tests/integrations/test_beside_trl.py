@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.beside import ROOT
-from tests.integrations.conftest import OF_OTHERS, OF_TORCHTITAN, OF_TRITON
+from tests.integrations.conftest import OF_AXOLOTL, OF_OTHERS, OF_TORCHTITAN, OF_TRITON
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.runs]
 
@@ -21,6 +21,11 @@ def test_with_the_real_libraries(name: str, beside_trl: Path) -> None:
 @pytest.mark.parametrize("name", sorted(OF_TORCHTITAN))
 def test_with_the_real_torchtitan(name: str, beside_torchtitan: Path) -> None:
     in_environment(beside_torchtitan, name)
+
+
+@pytest.mark.parametrize("name", sorted(OF_AXOLOTL))
+def test_with_the_real_axolotl(name: str, beside_axolotl: Path) -> None:
+    in_environment(beside_axolotl, name)
 
 
 @pytest.mark.parametrize("name", sorted(OF_TRITON))

@@ -23,7 +23,12 @@ class AdaptiveMixin(_Trainer):
 
     adaptive = Adaptive()
     """The options."""
-    restored: tuple[str, ...] = ("_metrics", "_total_train_tokens", "_stored_metrics")
+    restored: tuple[str, ...] = (
+        "_metrics",
+        "_total_train_tokens",
+        "_stored_metrics",
+        "state.tokens",  # of Axolotl's trainers
+    )
     """Attributes that a forward pass changes; set back before a step is done again."""
     of_rollouts = False
     """Whether the rows of a step are completions that the model generates."""

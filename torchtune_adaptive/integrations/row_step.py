@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import reduce
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class RowStep(ABC):
         self._size = 0
         self._rows_of_step = 0
         self._kept: dict[str, Any] = {}
+        self._absent: list[str] = []
         self._made: dict[tuple[int, ...], Any] = {}
         """What the loader has made of rows of the step that is taken, by their numbers."""
 
@@ -253,17 +255,27 @@ class RowStep(ABC):
     # --- what a forward pass changes on the host ------------------------------------------------
 
     def _keep(self) -> None:
-        owner = self._owner
-        self._kept = {
-            name: averages.copied(getattr(owner, name))
-            for name in self._restored
-            if hasattr(owner, name)
-        }
+        self._kept, self._absent = {}, []
+        for name in self._restored:
+            owner, attribute = self._found_at(name)
+            if hasattr(owner, attribute):
+                self._kept[name] = averages.copied(getattr(owner, attribute))
+            else:
+                self._absent.append(name)
 
     def restore(self) -> None:
         """Set back what a lost attempt has changed."""
         for name, value in self._kept.items():
-            setattr(self._owner, name, averages.copied(value))
+            owner, attribute = self._found_at(name)
+            setattr(owner, attribute, averages.copied(value))
+        for name in self._absent:
+            owner, attribute = self._found_at(name)
+            vars(owner).pop(attribute, None)
+
+    def _found_at(self, name: str) -> tuple[Any, str]:
+        """The object that has an attribute, which may be one of the owner's, and its name there."""
+        *path, attribute = name.split(".")
+        return reduce(getattr, path, self._owner), attribute
 
 
 def _with_rows(inputs: Any, rows: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def run_script(arguments: Sequence[str] | None = None) -> None:
         if not asked.module and not Path(name).is_file():
             raise UsageError(f"{name}: there is no such script. A module is run by -m {name}")
         options = Adaptive(**{f.name: getattr(asked, f.name) for f in fields(Adaptive)})
-        made = _adapt_trainers(options, name)
+        made = adapt_trainers(options, name)
     except UsageError as error:
         sys.exit(f"{_PROGRAM}: {error}")
     sys.argv = [name, *rest]
@@ -51,12 +51,12 @@ def run_script(arguments: Sequence[str] | None = None) -> None:
         )
 
 
-def _adapt_trainers(options: Adaptive, script: str) -> set[type]:
+def adapt_trainers(options: Adaptive, maker: str) -> set[type]:
     """Have every trainer that is made from now on be adaptive; gives the classes of those that were made.
 
     ``Trainer.__new__`` makes an object of the adaptive subclass instead. As that is an instance of the class
     that was called, Python goes on with its ``__init__``. So it does not matter where a script has its
-    trainers from, nor in which order it imports them.
+    trainers from, nor in which order it imports them. ``maker`` is what makes them, for a message.
     """
     try:
         from transformers import Trainer
@@ -74,7 +74,7 @@ def _adapt_trainers(options: Adaptive, script: str) -> set[type]:
             return object.__new__(kind)
         if kind not in made:
             made.add(kind)
-            _say(f"{kind.__name__} of {script} is made adaptive")
+            _say(f"{kind.__name__} of {maker} is made adaptive")
         return object.__new__(adaptive(kind, options))
 
     Trainer.__new__ = new
