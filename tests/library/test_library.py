@@ -25,7 +25,8 @@ from torchtune_adaptive.library import planning
 
 SIGNATURES = {
     "AdaptiveStep": "(model, optimizer, forward, *, optimizer_steps=True, max_grad_norm=None, scaler=None, "
-    "memory_limit=None, grow_back_after=100, measure_noise=False, activation_checkpointing=None, "
+    "memory_limit=None, grow_back_after=100, sync_each_batch=True, measure_noise=False, "
+    "activation_checkpointing=None, "
     "restore=None, frozen=(), "
     "compiled=None, context_mesh=None, wait_for_memory=0.0, timeout=None)",
     "AdaptiveStep.__call__": "(self, rows, collate_fn, size, lengths=None, groups=None)",

@@ -221,6 +221,18 @@ def reset_iter_state(root: FSDPModule) -> None:
     root_state._state_ctx.post_backward_final_callback_queued = False
 
 
+def drop_unsharded_gradients(root: FSDPModule) -> None:
+    """Drop the gradients of unsharded parameters, and those that wait in another dtype to be reduced."""
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for group in _parameter_groups(state):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(
+                    parameter, "_unsharded_param"
+                ):  # after it was gathered for the first time
+                    parameter._unsharded_param.grad = None
+
+
 def free_gathered(root: FSDPModule) -> None:
     """Free what a gathering that failed had allocated: FSDP takes its parameters for sharded already.
 

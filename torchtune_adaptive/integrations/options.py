@@ -33,6 +33,10 @@ class Adaptive:
     """Whether a micro-batch has as many tokens, padding included, as that size has of the longest row: more
     rows where they are shorter."""
 
+    sync_each_batch: bool = True
+    """Whether FSDP2 reduces the gradients of each micro-batch. accelerate's reduces them with the last one, as
+    False does here: fewer collectives, for the memory of unsharded gradients, which the search includes."""
+
     def __post_init__(self) -> None:
         arguments.memory("memory_limit", self.memory_limit)
         arguments.share("headroom", self.headroom)
@@ -41,3 +45,4 @@ class Adaptive:
         arguments.whole_or_never("grow_back_after", self.grow_back_after)
         arguments.one_of("search", self.search, get_args(Search))
         arguments.one_of("token_budget", self.token_budget, (True, False))
+        arguments.one_of("sync_each_batch", self.sync_each_batch, (True, False))

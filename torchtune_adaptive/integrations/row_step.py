@@ -115,6 +115,7 @@ class RowStep(ABC):
             optimizer_steps=False,
             memory_limit=options.memory_limit,
             grow_back_after=options.grow_back_after,
+            sync_each_batch=options.sync_each_batch,
             restore=self.restore,
             **more,
         )

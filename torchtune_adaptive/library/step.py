@@ -92,6 +92,9 @@ class AdaptiveStep:
         memory_limit: the most capacity that this process may have, such as ``"24GiB"``. On a CPU, the tensors
             of a step are counted against it.
         grow_back_after: steps without trouble after which a size that failed is tried again, or ``"never"``.
+        sync_each_batch: whether FSDP reduces the gradients of each micro-batch. With False, each rank adds them
+            up whole and reduces them with the last one: fewer collectives, for the memory of unsharded
+            gradients. ``DistributedDataParallel`` always reduces with the last.
         measure_noise: whether to measure gradient noise, by one more norm of each micro-batch's gradient.
         activation_checkpointing: two functions that turn it on and off. When memory runs out, a step is done
             again with it, which changes no bit, before micro-batches get smaller.
@@ -121,6 +124,7 @@ class AdaptiveStep:
         scaler: GradScaler | None = None,
         memory_limit: int | str | None = None,
         grow_back_after: int | Literal["never"] = 100,
+        sync_each_batch: bool = True,
         measure_noise: bool = False,
         activation_checkpointing: tuple[Callable[[], Any], Callable[[], Any]] | None = None,
         restore: Callable[[], Any] | None = None,
@@ -172,6 +176,7 @@ class AdaptiveStep:
                 optimizer_steps=optimizer_steps,
                 switches=_relieving(activation_checkpointing),
                 clip_grad_norm=max_grad_norm,
+                sync_each_batch=sync_each_batch,
                 measure_noise=measure_noise,
                 scaler=scaler,
                 context_group=checks.one_dimension("context_mesh", context_mesh),

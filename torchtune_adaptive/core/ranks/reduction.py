@@ -72,6 +72,36 @@ class Reduction:
         """
 
 
+class WithLast(Reduction):
+    """FSDP adds up the gradients of a rank, whole, and reduces them in backward of the last micro-batch.
+
+    That is what it does where ``set_requires_gradient_sync`` is off for the others. What each micro-batch
+    launches depends on whether it is the last, which is a kind of pass of its own.
+    """
+
+    in_last = places = True
+
+    def __init__(self, model: nn.Module, averaged_over: float) -> None:
+        super().__init__(averaged_over)
+        self._roots = fsdp.roots(model)
+
+    def backward(self, loss: torch.Tensor, collectives: Collectives, last: bool) -> None:
+        self._set_sync(last)
+        try:
+            loss.backward()
+        finally:
+            self._set_sync(True)
+
+    def _set_sync(self, sync: bool) -> None:
+        for root in self._roots:
+            root.set_requires_gradient_sync(sync)
+
+    def place(self, parameters: Sequence[nn.Parameter], collectives: Collectives) -> None:
+        raise RuntimeError(
+            "No micro-batch was given as the last: forward_backward(batch, last=True)."
+        )
+
+
 class SplitLayers(Reduction):
     """Tensor parallelism alone: all ranks have the same rows, so there is nothing to average.
 
@@ -157,10 +187,19 @@ class Replicas(Reduction):
             self._buckets.parameters[place].grad = None
 
 
-def reduction_of(model: nn.Module, ranks: Ranks, holders: Ranks) -> Reduction:
-    """The way in which the gradients of a model are reduced; ``holders`` are the ranks with the same rows."""
+def reduction_of(
+    model: nn.Module, ranks: Ranks, holders: Ranks, each_batch: bool = True
+) -> Reduction:
+    """The way in which the gradients of a model are reduced.
+
+    Args:
+        holders: the ranks with the same rows.
+        each_batch: whether FSDP reduces those of each micro-batch.
+    """
     if wrapped := wrapped_in(model):
         return Replicas(wrapped, ranks)
     averaged_over = fsdp.divisor(model) or ranks.size // holders.size
+    if not each_batch and fsdp.roots(model):
+        return WithLast(model, averaged_over)
     kind = SplitLayers if is_split(model) and not fsdp.roots(model) else Reduction
     return kind(averaged_over)

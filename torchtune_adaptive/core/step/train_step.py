@@ -74,6 +74,9 @@ class StepOptions:
     """Whether the optimizers step in backward, by hooks that they come with."""
     launched: Callable[[], None] = lambda: None
     """Function called after every collective that FSDP launches, if the step is to survive."""
+    sync_each_batch: bool = True
+    """Whether FSDP reduces the gradients of each micro-batch. If not, each rank adds up whole ones and reduces
+    them with the last micro-batch: fewer collectives, and as much memory as unsharded gradients take."""
     measure_noise: bool = False
     """Whether gradient noise is measured, by one more norm of each micro-batch's gradient. Not possible where
     optimizers step in backward: there the step's gradient is never complete."""
@@ -124,12 +127,14 @@ class TrainStep:
         sharers = sharers_of(self._holders, ranks, options.context_group)
         if sharers.size > 1 and options.survive:
             self._require_no_obstacle()
+        if not options.sync_each_batch and fsdp.roots(model):
+            self._require_gradients_of_step()
         if options.measure_noise and fsdp.has_experts(model):
             raise UsageError(
                 "model: its experts have gradients of the rows of other ranks, whose noise cannot be told "
                 "apart. Do not measure gradient noise."
             )
-        self._reduction = reduction_of(model, ranks, self._holders)
+        self._reduction = reduction_of(model, ranks, self._holders, options.sync_each_batch)
         measures_noise = options.measure_noise and not options.optimizer_in_backward
         self._noise = SmallBatches(device, self._reduction, measures_noise)
         # Noise is measured where the gradient of each rank is complete, and not yet reduced.
@@ -168,6 +173,17 @@ class TrainStep:
         memory.adopt(self.buckets)
         memory.adopt(tensors_in([[*optimizer.state.values()] for optimizer in self.optimizers]))
         self._begin()
+
+    def _require_gradients_of_step(self) -> None:
+        needs = {
+            "measure_noise": self.options.measure_noise,
+            "optimizer_in_backward": self.options.optimizer_in_backward,
+        }
+        for name in filter(needs.get, needs):
+            raise UsageError(
+                f"sync_each_batch: False does not go with {name}, which needs the gradients of each "
+                "micro-batch. Leave one of them out."
+            )
 
     def _connect(self) -> None:
         """Make the communicators of all groups now, while the device has memory for them."""
