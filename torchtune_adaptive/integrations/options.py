@@ -34,8 +34,8 @@ class Adaptive:
     rows where they are shorter."""
 
     sync_each_batch: bool = True
-    """Whether FSDP2 reduces the gradients of each micro-batch. accelerate's reduces them with the last one, as
-    False does here: fewer collectives, for the memory of unsharded gradients, which the search includes."""
+    """Whether FSDP2 reduces the gradients of each micro-batch. With False it does so with the last one only,
+    as accelerate does: fewer collectives, for the memory of unsharded gradients. The search includes it."""
 
     def __post_init__(self) -> None:
         arguments.memory("memory_limit", self.memory_limit)

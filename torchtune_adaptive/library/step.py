@@ -92,8 +92,8 @@ class AdaptiveStep:
         memory_limit: the most capacity that this process may have, such as ``"24GiB"``. On a CPU, the tensors
             of a step are counted against it.
         grow_back_after: steps without trouble after which a size that failed is tried again, or ``"never"``.
-        sync_each_batch: whether FSDP reduces the gradients of each micro-batch. With False, each rank adds them
-            up whole and reduces them with the last one: fewer collectives, for the memory of unsharded
+        sync_each_batch: whether FSDP reduces the gradients of each micro-batch. With False, each rank adds
+            them up whole and reduces them with the last one: fewer collectives, for the memory of unsharded
             gradients. ``DistributedDataParallel`` always reduces with the last.
         measure_noise: whether to measure gradient noise, by one more norm of each micro-batch's gradient.
         activation_checkpointing: two functions that turn it on and off. When memory runs out, a step is done

@@ -1,4 +1,4 @@
-"""FSDP2 that reduces with the last micro-batch of a step, as accelerate does: the same collectives and bits."""
+"""FSDP2 that reduces with the last micro-batch, as accelerate does: the same collectives and bits."""
 
 from __future__ import annotations
 

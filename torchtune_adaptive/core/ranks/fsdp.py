@@ -125,9 +125,9 @@ def reset(model: nn.Module) -> None:
     """Reset an FSDP2 model to the start of a step, after an exception in forward or backward.
 
     Afterward every parameter is sharded and no parameter has a gradient. Without this the next backward
-    silently trains only part of the model. Gradients of unsharded parameters, which backward has left there or
-    which wait for the last micro-batch, are dropped as well: FSDP2's own reset leaves them (torch 2.13), and
-    the next step would count them twice.
+    silently trains only part of the model. Gradients of unsharded parameters, which backward has left there
+    or which wait for the last micro-batch, are dropped as well: FSDP2's own reset leaves them (torch 2.13),
+    and the next step would count them twice.
 
     Whether a parameter is trained stays as the model shows it now. A forward pass that freezes parameters for
     a while, as PEFT does with adapters, thaws the unsharded ones when an exception ends it.

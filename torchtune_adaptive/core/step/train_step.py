@@ -75,8 +75,8 @@ class StepOptions:
     launched: Callable[[], None] = lambda: None
     """Function called after every collective that FSDP launches, if the step is to survive."""
     sync_each_batch: bool = True
-    """Whether FSDP reduces the gradients of each micro-batch. If not, each rank adds up whole ones and reduces
-    them with the last micro-batch: fewer collectives, and as much memory as unsharded gradients take."""
+    """Whether FSDP reduces the gradients of each micro-batch. If not, each rank adds up whole ones and
+    reduces them with the last: fewer collectives, and as much memory as unsharded gradients take."""
     measure_noise: bool = False
     """Whether gradient noise is measured, by one more norm of each micro-batch's gradient. Not possible where
     optimizers step in backward: there the step's gradient is never complete."""
