@@ -46,7 +46,12 @@ from torchtune_adaptive.common import launcher
 from torchtune_adaptive.core.private import groups_here, launches_of
 from torchtune_adaptive.integrations import Adaptive
 
-WAYS = {"1 process": (1, {}), "DDP": (2, {}), "FSDP2": (2, FSDP2)}
+WAYS: dict[str, tuple[int, dict[str, Any], Adaptive]] = {
+    "1 process": (1, {}, Adaptive(search=False)),
+    "DDP": (2, {}, Adaptive(search=False)),
+    "FSDP2": (2, FSDP2, Adaptive(search=False)),
+    "FSDP2, in the last": (2, FSDP2, Adaptive(search=False, sync_each_batch=False)),
+}
 COUNTED = 5
 """The step whose calls are counted: sequences of collectives are recorded before."""
 WARM_UP = 6
@@ -153,11 +158,11 @@ def in_turns(pairs: int, train: Callable[[bool], Seen]) -> list[tuple[Seen, Seen
 def healthy_steps(way: str, pairs: int, steps: int) -> list[tuple[Seen, Seen]]:
     """The counts of a step of plain and ours, and then their times."""
     settings = dict(WAYS[way][1], gradient_accumulation_steps=4, data=texts("text", count=128))
-    if way == "FSDP2":
+    if way.startswith("FSDP2"):
         fsdp2_on_cpu()
 
     def train(ours: bool, counts: bool = False) -> Seen:
-        options = Adaptive(search=False) if ours else None
+        options = WAYS[way][2] if ours else None
         return run("sft", options, steps, Watch(counts), **settings)
 
     counted = train(False, True), train(True, True)
@@ -207,7 +212,7 @@ def main() -> None:
         end="",
     )
     print(f"{'on the host':>13}{'time, ours / plain':>20}{'quartiles':>12}", flush=True)
-    for way, (ranks, _) in WAYS.items():
+    for way, (ranks, _, _) in WAYS.items():
         counted, *pairs = on_ranks(healthy_steps, ranks, way, asked.pairs, steps, timeout=900)[0]
         plain, ours = (sum(each.calls) for each in counted)
         theirs, own = ([each.collectives[at] for each in counted] for at in (0, 1))
