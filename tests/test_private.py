@@ -92,11 +92,12 @@ def state():
     said = [(each.filters, each.level, each.handlers, each.disabled) for each in loggers]
     return repr((said, logging.root.manager.disable, warnings.filters, dict(os.environ)))
 OWN_PROCESS = ("torchtune_adaptive.recipe.plan.preload", "torchtune_adaptive.__main__")
+BESIDE_AXOLOTL = ("torchtune_adaptive.integrations.axolotl",)  # which loads it
 import torchtune.datasets, torchao, matplotlib
 before = state()
 import torchtune_adaptive
 for each in pkgutil.walk_packages(torchtune_adaptive.__path__, "torchtune_adaptive."):
-    if each.name not in OWN_PROCESS:
+    if each.name not in OWN_PROCESS + BESIDE_AXOLOTL:
         importlib.import_module(each.name)
 assert state() == before, (before, state())
 from omegaconf import OmegaConf
