@@ -86,6 +86,12 @@ def test_the_fewest_are_found(needed: int) -> None:
     assert len(tried) <= 4 and 8 not in tried and len({*tried}) == len(tried)
 
 
+def recomputed(run: Run) -> list[str]:
+    """What is computed again of each layer."""
+    switches: list[Any] = [layer.forward for layer in run.model]
+    return [each.recomputed for each in switches]
+
+
 def counting(run: Run) -> None:
     """Let the device's clock count what layers compute, so that timings do not depend on the machine."""
     computed = [0]
@@ -109,7 +115,7 @@ def test_the_fewest_layers_that_memory_allows_and_no_trace(
     random = torch.get_rng_state()
     size = find_fastest(run.step, worst, rows=ROWS, headroom=0.0)
     assert torch.equal(torch.get_rng_state(), random)
-    layers = [layer.forward.recomputed == "everything" for layer in run.model]
+    layers = [each == "everything" for each in recomputed(run)]
     assert (size, size.checkpointed, sum(layers)) == (*expected, expected[1])
     assert size.why.startswith(f"{expected[1]} of 8 layers checkpointed, ")
     assert size.gain > 1.05
@@ -129,7 +135,7 @@ def test_nothing_changes_where_nothing_gains() -> None:
 def lost_and_resumed(way: str) -> list[Any]:
     """Steps with one of two layers checkpointed; memory runs out in the second, on the first rank."""
     model = tiny_model(way)
-    inner = model.module if way == "ddp" else model
+    inner: Any = model.module if way == "ddp" else model
     layers = LayerCheckpointing(list(inner.children()))
     run, memory = failing(way, model=model, activation_checkpointing=layers, grow_back_after=2)
     run.step.checkpoint_layers(1)
@@ -152,7 +158,7 @@ def test_all_layers_before_smaller_micro_batches_and_back(way: str) -> None:
 
 def chosen_on_ranks(way: str) -> tuple[Any, ...]:
     model = tiny_model(way, layers=4)
-    inner = model.module if way == "ddp" else model
+    inner: Any = model.module if way == "ddp" else model
     layers = LayerCheckpointing(list(inner.children()))
     run = Trained(way, model=model, activation_checkpointing=layers, memory_limit="1GiB")
     size = find_fastest(run.step, lambda count: collate(rows_of(count)), rows=4)
@@ -174,7 +180,7 @@ def test_resumed_with_the_layers_of_before() -> None:
     assert other.step.state_dict()["knobs"] == {
         "adaptive_batching.activation_checkpointing": "3 of 8"
     }
-    switched = [layer.forward.recomputed for layer in other.model]
+    switched = recomputed(other)
     assert switched == ["everything"] * 3 + ["nothing"] * 5
 
 
