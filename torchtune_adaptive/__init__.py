@@ -30,11 +30,13 @@ if TYPE_CHECKING:
         AdaptiveStep,
         BatchSize,
         ForwardOnly,
+        LayerCheckpointing,
         Outcome,
         Plan,
         Speed,
         TransformersStep,
         find_batch_size,
+        find_fastest,
         plan_batch_size,
         steps_of,
     )

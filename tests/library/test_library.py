@@ -39,6 +39,11 @@ SIGNATURES = {
     "ForwardOnly.load_state_dict": "(self, state)",
     "find_batch_size": "(step, worst_case, *, phase=None, ceiling=16384, accumulation=1, "
     "rounding='power_of_two', search='extrapolate', headroom=0.05)",
+    "find_fastest": "(step, worst_case, *, rows, ceiling=None, rounding='power_of_two', "
+    "search='extrapolate', headroom=0.05)",
+    "LayerCheckpointing": "(layers, switch=None)",
+    "LayerCheckpointing.set": "(self, checkpointed)",
+    "AdaptiveStep.checkpoint_layers": "(self, checkpointed)",
     "plan_batch_size": "(build, *, optimizer, forward, worst_case, gpu='h100-80gb', memory=None, ranks=1, "
     "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, "
     "length=1, timeout=600.0)",

@@ -205,7 +205,7 @@ class RowStep(ABC):
         if searches or options.token_budget:
             row = self._longest()
             if searches:
-                found = self._search(step, row, ceiling, several=rows > 1)
+                found = self._search(step, row, ceiling, rows)
                 self._size = int(found)
                 why = [found.why] if found < rows else []
             if options.token_budget:
@@ -241,13 +241,13 @@ class RowStep(ABC):
         [row] = self._loader.collate_fn([row]).rows
         return row
 
-    def _search(self, step: AdaptiveStep, row: Any, ceiling: int, several: bool) -> BatchSize:
+    def _search(self, step: AdaptiveStep, row: Any, ceiling: int, rows: int) -> BatchSize:
         with self.around(step):
             return find_batch_size(
                 step,
-                lambda rows: self._micro_batch([row] * rows),
+                lambda size: self._micro_batch([row] * size),
                 ceiling=ceiling,
-                accumulation=1 + several,
+                accumulation=rows,
                 rounding="none" if self._options.token_budget else "power_of_two",
                 search=self._options.search or "extrapolate",
                 headroom=self._options.headroom,

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
+    from torchtune_adaptive.library.fastest import find_fastest
     from torchtune_adaptive.library.forward_only import ForwardOnly
+    from torchtune_adaptive.library.layers import LayerCheckpointing
     from torchtune_adaptive.library.planning import Plan, plan_batch_size
     from torchtune_adaptive.library.sampling import steps_of
     from torchtune_adaptive.library.search import BatchSize, find_batch_size

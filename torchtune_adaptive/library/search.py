@@ -65,7 +65,8 @@ def find_batch_size(
         phase: what to find the size of in place of training: what ``step.forward_only`` made. The optimizer's
             state is in memory meanwhile.
         ceiling: the largest size to try; no more than there are rows in a step.
-        accumulation: micro-batches in a step; from two on, trials have gradients in memory.
+        accumulation: micro-batches in a step, or the most there may be; from two on, trials have gradients in
+            memory.
         rounding: sizes that may be found: ``power_of_two``, ``divisor`` (of the ceiling), or ``none``.
         search: ``extrapolate``, ``bisect`` or ``halve``; they find the same.
         headroom: the share of the capacity that must stay free.

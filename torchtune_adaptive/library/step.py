@@ -35,6 +35,7 @@ from torchtune_adaptive.core import (
 from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.division import Division, by_rows, by_tokens
 from torchtune_adaptive.library.forward_only import ForwardOnly
+from torchtune_adaptive.library.layers import LayerCheckpointing
 from torchtune_adaptive.library.private import is_compiled
 
 log = logging.getLogger(__name__)
@@ -96,8 +97,9 @@ class AdaptiveStep:
             them up whole and reduces them with the last one: fewer collectives, for the memory of unsharded
             gradients. ``DistributedDataParallel`` always reduces with the last.
         measure_noise: whether to measure gradient noise, by one more norm of each micro-batch's gradient.
-        activation_checkpointing: two functions that turn it on and off. When memory runs out, a step is done
-            again with it, which changes no bit, before micro-batches get smaller.
+        activation_checkpointing: two functions that turn it on and off, or a ``LayerCheckpointing``. When
+            memory runs out, a step is done again with it, in all layers, which changes no bit, before
+            micro-batches get smaller.
         restore: function called before a step is done again and after a search: it sets back what ``forward``
             has changed on the host, such as sums of metrics.
         frozen: sharded models that ``forward`` runs besides, such as a teacher.
@@ -126,7 +128,9 @@ class AdaptiveStep:
         grow_back_after: int | Literal["never"] = 100,
         sync_each_batch: bool = True,
         measure_noise: bool = False,
-        activation_checkpointing: tuple[Callable[[], Any], Callable[[], Any]] | None = None,
+        activation_checkpointing: (
+            tuple[Callable[[], Any], Callable[[], Any]] | LayerCheckpointing | None
+        ) = None,
         restore: Callable[[], Any] | None = None,
         frozen: Sequence[nn.Module] = (),
         compiled: bool | None = None,
@@ -164,6 +168,9 @@ class AdaptiveStep:
         device = checks.device_of(model)
         frozen = checks.modules("frozen", frozen)
         self.objective = SummedLoss(forward, frozen, measure_noise)
+        layers = activation_checkpointing
+        self.layers = layers if isinstance(layers, LayerCheckpointing) else None
+        """What checkpoints layers one by one, if it was given."""
         self.train_step = TrainStep(
             model=model,
             objective=self.objective,
@@ -266,6 +273,21 @@ class AdaptiveStep:
     def retried_steps(self) -> int:
         """How often a step was done again because memory ran out."""
         return self._runner.retried_steps
+
+    def checkpoint_layers(self, checkpointed: int) -> None:
+        """Checkpoint so many layers from the next step on; on all ranks alike."""
+        if self.layers is None:
+            raise UsageError(
+                "checkpoint_layers: the step has no layers. Pass activation_checkpointing=LayerCheckpointing("
+                "...)."
+            )
+        self._switch(knobs.Choice({knobs.CHECKPOINT: self.layers.name(checkpointed)}))
+
+    def _switch(self, choice: knobs.Choice) -> None:
+        self.train_step.switch(choice)
+        self._runner.follow_switches()
+        if self._size:  # recovery begins anew: what it has given up was given up with other layers
+            self._begin(self._size, self._runner.unit)
 
     def collective(self, launch: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """Call a function that launches collectives of one's own, in ``forward`` or anywhere else.
@@ -389,6 +411,8 @@ class AdaptiveStep:
                 f"load_state_dict: {', '.join(sorted(missing))} is missing. Pass what state_dict returned."
             )
         self._size, self.steps = state["size"], state["steps"]
+        if self.layers is not None:
+            self._switch(knobs.Choice(state["knobs"]))
         if self._size:
             self._begin(self._size, state.get("unit", "row"))
         self._runner.load_state_dict(state)
@@ -413,6 +437,10 @@ def _relieving(functions: Any) -> Switches:
     """The switch of activation checkpointing that the caller's two functions make."""
     if functions is None:
         return Switches()
+    if isinstance(functions, LayerCheckpointing):
+        functions.set(functions.layers)
+        layers = {knobs.CHECKPOINT: functions.use}
+        return _Relief(layers, knobs.Choice({knobs.CHECKPOINT: "all"}), functions.layers)
     if not isinstance(functions, tuple) or len(functions) != 2 or not all(map(callable, functions)):
         raise UsageError(
             f"activation_checkpointing: {functions!r} is not two functions, one that turns it on, and one "

@@ -38,6 +38,12 @@ class Reduction:
     places = False
     """Whether something is launched by ``place``, after all micro-batches of a step."""
 
+    needs_last = False
+    """Whether a step must be told its last micro-batch: nothing else reduces gradients."""
+
+    takes_as_much_from = 2
+    """The micro-batch of a step from which on the next ones, but the last, take as much memory."""
+
     fingerprint: int | None = None
     """A number of 20 bits that tells which parameters have a gradient of this rank, where that matters."""
 
@@ -79,7 +85,8 @@ class WithLast(Reduction):
     launches depends on whether it is the last, which is a kind of pass of its own.
     """
 
-    in_last = places = True
+    in_last = needs_last = True
+    takes_as_much_from = 3  # the first finds no gradients, and what the last has reduced is gone
 
     def __init__(self, model: nn.Module, averaged_over: float) -> None:
         super().__init__(averaged_over)
@@ -95,11 +102,6 @@ class WithLast(Reduction):
     def _set_sync(self, sync: bool) -> None:
         for root in self._roots:
             root.set_requires_gradient_sync(sync)
-
-    def place(self, parameters: Sequence[nn.Parameter], collectives: Collectives) -> None:
-        raise RuntimeError(
-            "No micro-batch was given as the last: forward_backward(batch, last=True)."
-        )
 
 
 class SplitLayers(Reduction):

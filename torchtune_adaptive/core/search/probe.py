@@ -108,8 +108,9 @@ class Probe:
         return int(self.step.memory.capacity() * (1 - self.headroom))
 
     def _step_of(self, size: int, batch: BatchMaker) -> list[Any]:
-        # From the second micro-batch on, gradients are there; more of them make no new peak.
-        return [batch(size)] * min(self.accumulation(size), 2)
+        # From the second micro-batch on, gradients are there; more of them make no new peak. Where the last
+        # one alone reduces them, they are added to before that, too.
+        return [batch(size)] * min(self.accumulation(size), self.step.takes_as_much_from)
 
     def _trial(
         self, size: int, micro_batches: Sequence[dict[str, Any]], attempt: Attempt

@@ -164,3 +164,18 @@ STRATEGIES: dict[Strategy, Callable[[_Bracket], Iterator[int]]] = {
     "bisect": _bisect,
     "halve": _halve,
 }
+
+
+def fewest(most: int, fits: Callable[[int], bool]) -> int:
+    """The smallest number up to ``most`` that fits, by bisection; ``most`` is known to fit.
+
+    More of them take less memory, as of layers that are checkpointed. All but ``most`` have been tried.
+    """
+    too_few = -1
+    while most - too_few > 1:
+        middle = (too_few + most) // 2 if too_few >= 0 else 0  # first, as it may be enough
+        if fits(middle):
+            most = middle
+        else:
+            too_few = middle
+    return most

@@ -60,6 +60,10 @@ class StepRunner:
     """Seconds of waiting for memory in this step."""
 
     def __post_init__(self) -> None:
+        self.follow_switches()
+
+    def follow_switches(self) -> None:
+        """Take the step's memory knobs, as they are now, for those of the beginning."""
         switches = self.step.options.switches
         own, more = switches.choice, switches.choice | {CHECKPOINT: "all"}  # which changes no bit
         # Not the loss too: where memory runs out while it is computed again, torch 2.13 may keep the rest.

@@ -227,6 +227,11 @@ class TrainStep:
         return self._holders.is_zero
 
     @property
+    def takes_as_much_from(self) -> int:
+        """The micro-batch from which on the next ones, but the last, take as much memory."""
+        return self._reduction.takes_as_much_from
+
+    @property
     def stage(self) -> str:
         """The stage that the step is in, or was in last."""
         return self._failures.stage
@@ -279,7 +284,7 @@ class TrainStep:
         Args:
             batch: the micro-batch, on the host.
             last: whether it is known to be the step's last one, on all ranks. Then replicas are reduced while
-                backward goes on, and otherwise after it.
+                backward goes on, and otherwise after it. Without ``options.sync_each_batch``, one has to be.
         """
         if self._had_last:
             raise RuntimeError(
@@ -454,6 +459,12 @@ class TrainStep:
         return self._agreed
 
     def _apply(self, trial: bool) -> StepOutcome:
+        if self._reduction.needs_last and not self._had_last:
+            self.forget()  # the whole gradients, too, on every rank alike
+            raise RuntimeError(
+                "No micro-batch was given as the last, so no gradient is reduced over the ranks. Call "
+                "forward_backward(batch, last=True) for the last one, or leave sync_each_batch on."
+            )
         outcome = self._agree(self._reduced())
         if outcome.lost:
             return outcome

@@ -1,0 +1,206 @@
+"""Choose how many layers are checkpointed, and the micro-batch, by trials and a few timed steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import Any, get_args
+
+from torchtune_adaptive.common import UsageError, announce, arguments, counted
+from torchtune_adaptive.core import Probe, Rounding, strategies
+from torchtune_adaptive.library.layers import LayerCheckpointing
+from torchtune_adaptive.library.search import BatchSize, CheckedBatch, find_batch_size
+from torchtune_adaptive.library.step import AdaptiveStep
+
+log = logging.getLogger(__name__)
+
+_HALVINGS = 2
+"""Smaller micro-batches that are compared: halves and quarters of the largest."""
+_ROUNDS = 3
+_STEPS = 2
+"""Timed steps of each way in each round; the ways take turns, so that a busy moment meets all."""
+_GAIN = 0.01
+"""The share of a step's time that a choice must save."""
+
+
+class FastestSize(BatchSize):
+    """The micro-batch that trains fastest, with the layers that are checkpointed."""
+
+    checkpointed: int
+    """The number of layers that are checkpointed."""
+    gain: float
+    """The speed, as a multiple of that with all layers checkpointed and the largest micro-batch."""
+    said: str
+    """What was chosen, what it gains, and why no fewer layers are checkpointed."""
+
+    @property
+    def why(self) -> str:
+        """The same, as ``find_batch_size`` calls its reason."""
+        return self.said
+
+
+@dataclass
+class _Way:
+    """A way to take a step, and what is known of it."""
+
+    size: int
+    checkpointed: int
+    trouble: str = ""
+    """What happens with fewer layers checkpointed."""
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def time(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """The distance of the quartiles of its seconds, as a share of the median."""
+        low, middle, high = quantiles(self.seconds, n=4, method="inclusive")
+        return (high - low) / middle
+
+
+def find_fastest(
+    step: AdaptiveStep,
+    worst_case: Callable[[int], Any],
+    *,
+    rows: int,
+    ceiling: int | None = None,
+    rounding: Rounding = "power_of_two",
+    search: strategies.Strategy = "extrapolate",
+    headroom: float = 0.05,
+) -> FastestSize:
+    """Find the number of checkpointed layers and the micro-batch that train fastest, and leave no trace.
+
+    The largest micro-batch with all layers checkpointed comes first. For it, its half and its quarter, trials
+    find the fewest layers that must be checkpointed. Whole steps of ``rows`` rows are timed in each way, in
+    turns; the time of the slowest rank counts. Where nothing gains, all layers stay checkpointed.
+
+    Args:
+        step: the step that training will take, with a ``LayerCheckpointing``.
+        worst_case: function that makes a micro-batch of so many rows on the host, as in ``find_batch_size``.
+        rows: the rows of a step on this rank, the same on every rank.
+        ceiling: the largest micro-batch to try; by default, ``rows``.
+        rounding, search, headroom: as in ``find_batch_size``.
+
+    Raises:
+        NothingFits: not even one row with all layers checkpointed.
+        UsageError: an argument is not valid, or there is no limit to find.
+    """
+    if not isinstance(step, AdaptiveStep) or step.layers is None:
+        raise UsageError(
+            "step: find_fastest chooses among layers. Pass AdaptiveStep(..., "
+            "activation_checkpointing=LayerCheckpointing(model.layers))."
+        )
+    arguments.whole("rows", rows)
+    arguments.one_of("rounding", rounding, get_args(Rounding))
+    layers = step.layers
+    step.checkpoint_layers(layers.layers)
+    largest = find_batch_size(
+        step,
+        worst_case,
+        ceiling=min(rows, ceiling or rows),
+        accumulation=rows,
+        rounding=rounding,
+        search=search,
+        headroom=headroom,
+    )
+    comparing = _Comparing(step, layers, CheckedBatch(worst_case), rows, headroom)
+    own = _Way(int(largest), layers.layers)
+    chosen = own
+    try:
+        chosen, said = comparing.choose(own)
+    finally:
+        step.restore()
+        step.checkpoint_layers(chosen.checkpointed)
+    found = FastestSize(chosen.size)
+    found.status, found.trials = largest.status, largest.trials
+    found.checkpointed = chosen.checkpointed
+    found.gain = own.time / chosen.time if own.seconds else 1.0
+    found.said = said
+    announce(log, f"micro-batch {found}: {said}", rank_zero=step.ranks.is_zero)
+    return found
+
+
+@dataclass
+class _Comparing:
+    """Tries and times ways to take a step; every rank sees the same outcomes, so all decide alike."""
+
+    step: AdaptiveStep
+    layers: LayerCheckpointing
+    worst: CheckedBatch
+    rows: int
+    headroom: float
+
+    def choose(self, own: _Way) -> tuple[_Way, str]:
+        """The fastest way, and a line about it."""
+        probe = Probe(
+            step=self.step.train_step,
+            accumulation=lambda size: -(-self.rows // size),
+            headroom=self.headroom,
+            entering=log.debug,
+        )
+        with probe:
+            ways = self._ways(probe, own)
+            if len(ways) > 1:
+                ways = self._timed(probe, ways)
+        if own not in ways or len(ways) == 1:
+            return own, f"all {counted(self.layers.layers, 'layer')} checkpointed, as no fewer fit"
+        # Of two that are as fast, the one that checkpoints more has more memory left.
+        best = min(ways, key=lambda way: (way.time, -way.checkpointed))
+        if best.time > (1 - _GAIN) * own.time:
+            best = own
+        return best, self._line(best, own)
+
+    def _ways(self, probe: Probe, own: _Way) -> list[_Way]:
+        """Each size with the fewest layers; smaller ones only where the larger must checkpoint some."""
+        ways, size = [own], own.size
+        for _ in range(_HALVINGS + 1):
+            fewest, trouble = self._fewest(probe, size)
+            if fewest < ways[-1].checkpointed:
+                ways.append(_Way(size, fewest, trouble))
+            if not fewest or size == 1:
+                break
+            size //= 2
+        return ways
+
+    def _fewest(self, probe: Probe, size: int) -> tuple[int, str]:
+        """The fewest layers that must be checkpointed with micro-batches of this size, and why no fewer."""
+        trouble = ""
+
+        def fits(checkpointed: int) -> bool:
+            nonlocal trouble
+            self.step.checkpoint_layers(checkpointed)
+            tried = probe.trial(size, self.worst)
+            if not tried.fits:
+                trouble = f"{self.layers.name(checkpointed)}: {tried.deciding.trouble}"
+            return tried.fits
+
+        return strategies.fewest(self.layers.layers, fits), trouble
+
+    def _timed(self, probe: Probe, ways: list[_Way]) -> list[_Way]:
+        """Those whose steps do not run out of memory, timed."""
+        for _ in range(_ROUNDS):
+            for way in list(ways):
+                self.step.checkpoint_layers(way.checkpointed)
+                whole, rest = divmod(self.rows, way.size)
+                batches = [self.worst(way.size) for _ in range(whole)]
+                batches += [self.worst(rest)] if rest else []
+                seconds = probe.timed(f"of micro-batch {way.size}", batches, _STEPS)
+                if seconds is None:
+                    ways.remove(way)
+                else:
+                    way.seconds += seconds
+        return ways
+
+    def _line(self, best: _Way, own: _Way) -> str:
+        if best is own:
+            return f"all {counted(self.layers.layers, 'layer')} checkpointed, as fewer gain nothing"
+        gain = own.time / best.time
+        line = f"{best.checkpointed} of {counted(self.layers.layers, 'layer')} checkpointed"
+        line += f", {gain:.2f} x the speed of all"
+        if max(best.spread, own.spread) > gain - 1:
+            line += f", where timings vary by {max(best.spread, own.spread):.0%}"
+        return line + (f"; {best.trouble}" if best.trouble else "")

@@ -1,0 +1,80 @@
+"""Activation checkpointing of a model's layers one by one: the first k of n."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from torchtune_adaptive.common import UsageError, arguments
+from torchtune_adaptive.core import recompute
+
+
+class LayerCheckpointing:
+    """Activation checkpointing of so many of a model's layers, which changes no bit of a step.
+
+    The first layers are checkpointed, as backward comes to them last: by the time it computes them again, it
+    has freed what the others have kept. All are, until ``find_fastest`` chooses or ``set`` is called.
+
+        layers = LayerCheckpointing(model.layers)
+        step = AdaptiveStep(model, optimizer, forward, activation_checkpointing=layers)
+        size = find_fastest(step, worst_case, rows=16)
+
+    Args:
+        layers: the layers, in the order in which the model runs them.
+        switch: function that turns checkpointing of one layer on or off; by default, the layer's ``forward``
+            runs in torch's ``checkpoint`` where it is on.
+
+    Raises:
+        UsageError: these are no layers, or one is there twice.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        switch: Callable[[nn.Module, bool], None] | None = None,
+    ) -> None:
+        self._layers = list(layers)
+        if not self._layers or not all(isinstance(each, nn.Module) for each in self._layers):
+            raise UsageError(
+                f"layers: {layers!r} are not layers of a model. Pass its modules, such as model.layers."
+            )
+        if len({*map(id, self._layers)}) < len(self._layers):
+            raise UsageError("layers: one is there twice, so it cannot be switched by itself.")
+        if switch is None:
+            switched = {id(each): recompute.SwitchedLayer(each) for each in self._layers}
+
+            def switch(layer: nn.Module, on: bool) -> None:
+                switched[id(layer)].recomputed = "everything" if on else "nothing"
+
+        self._switch = arguments.function("switch", switch)
+        self.set(self.layers)
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return len(self._layers)
+
+    def set(self, checkpointed: int) -> None:
+        """Checkpoint so many layers, the first ones, from the next step on; on all ranks alike."""
+        if not 0 <= checkpointed <= self.layers:
+            raise UsageError(
+                f"checkpointed: {checkpointed} of {self.layers} layers is not possible."
+            )
+        for number, layer in enumerate(self._layers):
+            self._switch(layer, number < checkpointed)
+
+    def name(self, checkpointed: int) -> str:
+        """The value of the memory knob for so many layers."""
+        names = {0: "none", self.layers: "all"}
+        return names.get(checkpointed, f"{checkpointed} of {self.layers}")
+
+    def use(self, name: str) -> None:
+        """Checkpoint as many layers as a name says."""
+        counts = {self.name(count): count for count in range(self.layers + 1)}
+        if name not in counts:
+            raise UsageError(
+                f"activation_checkpointing: {name} cannot be used here, with {self.layers} layers. Continue "
+                "with the model that the state was saved with."
+            )
+        self.set(counts[name])
