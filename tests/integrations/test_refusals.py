@@ -23,6 +23,7 @@ def trainer(config: Any = None, **settings: Any) -> Any:
         ),
         accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), num_processes=2),
         is_deepspeed_enabled=False,
+        adaptive=Adaptive(),
         model=SimpleNamespace(config=config),
     )
 

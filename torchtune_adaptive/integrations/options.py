@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from torchtune_adaptive.common import arguments
+from torchtune_adaptive.common import UsageError, arguments
 
 Search = Literal["extrapolate", "bisect", "halve", False]
 
@@ -33,6 +33,9 @@ class Adaptive:
     """Whether a micro-batch has as many tokens, padding included, as that size has of the longest row: more
     rows where they are shorter."""
 
+    fastest: bool = False
+    """Whether to choose, too, how many layers are checkpointed: with the micro-batch that fits for all of
+    them, its half and its quarter, steps are timed with as few as fit."""
     sync_each_batch: bool = True
     """Whether FSDP2 reduces the gradients of each micro-batch. With False it does so with the last one only,
     as accelerate does: fewer collectives, for the memory of unsharded gradients. The search includes it."""
@@ -45,4 +48,10 @@ class Adaptive:
         arguments.whole_or_never("grow_back_after", self.grow_back_after)
         arguments.one_of("search", self.search, get_args(Search))
         arguments.one_of("token_budget", self.token_budget, (True, False))
+        arguments.one_of("fastest", self.fastest, (True, False))
+        if self.fastest and (self.token_budget or not self.search):
+            other = "token_budget" if self.token_budget else "search=False"
+            raise UsageError(
+                f"fastest: not with {other}. It times steps of the size that a search has found."
+            )
         arguments.one_of("sync_each_batch", self.sync_each_batch, (True, False))

@@ -81,6 +81,10 @@ _OF_A_BATCH = {
 """Losses that depend on how rows are split."""
 
 
+_SWITCH_ALL_LAYERS = {"DPOTrainer", "KTOTrainer"} | OF_ROLLOUTS
+"""Trainers that turn activation checkpointing off for the reference, and on again, in all layers."""
+
+
 def name_in_trl(kind: type) -> str | None:
     """The name of the trainer of TRL that a class is, or inherits from."""
     for base in kind.__mro__:
@@ -141,6 +145,12 @@ def require_supported(trainer: Any) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
         raise UsageError("fsdp: version 1 cannot be reset after running out of memory. Use 2.")
+    of_trl = name_in_trl(type(trainer))
+    if trainer.adaptive.fastest and of_trl in _SWITCH_ALL_LAYERS:
+        raise UsageError(
+            f"fastest: {of_trl} turns activation checkpointing off for the reference, and on again in all "
+            "layers. Leave it off."
+        )
     loading = args.accelerator_config
     if loading.dispatch_batches and accelerator.num_processes > 1:
         raise UsageError(

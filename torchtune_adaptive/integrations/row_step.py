@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -19,7 +19,13 @@ from torchtune_adaptive.integrations import averages
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows, RowsOfStep, longest, tokens_in
 from torchtune_adaptive.integrations.summary import summary
-from torchtune_adaptive.library import AdaptiveStep, BatchSize, Outcome, find_batch_size
+from torchtune_adaptive.library import (
+    AdaptiveStep,
+    BatchSize,
+    Outcome,
+    find_batch_size,
+    find_fastest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +213,7 @@ class RowStep(ABC):
             if searches:
                 found = self._search(step, row, ceiling, rows)
                 self._size = int(found)
-                why = [found.why] if found < rows else []
+                why = [found.why] if found < rows or options.fastest else []
             if options.token_budget:
                 why.insert(0, f"{self._size} of the longest row")
                 self._size *= tokens_in(self._collated([row]))
@@ -242,15 +248,18 @@ class RowStep(ABC):
         return row
 
     def _search(self, step: AdaptiveStep, row: Any, ceiling: int, rows: int) -> BatchSize:
+        options = self._options
+        find: Callable[..., BatchSize] = partial(find_batch_size, accumulation=rows)
+        if options.fastest:
+            find = partial(find_fastest, rows=rows)
         with self.around(step):
-            return find_batch_size(
+            return find(
                 step,
                 lambda size: self._micro_batch([row] * size),
                 ceiling=ceiling,
-                accumulation=rows,
-                rounding="none" if self._options.token_budget else "power_of_two",
-                search=self._options.search or "extrapolate",
-                headroom=self._options.headroom,
+                rounding="none" if options.token_budget else "power_of_two",
+                search=options.search or "extrapolate",
+                headroom=options.headroom,
             )
 
     # --- what a forward pass changes on the host ------------------------------------------------

@@ -16,15 +16,13 @@ import torch
 
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.core import Generators
-from torchtune_adaptive.integrations import averages, private, refusals
+from torchtune_adaptive.integrations import averages, layers, private, refusals
 from torchtune_adaptive.integrations.first_look import terms_of_loss
 from torchtune_adaptive.integrations.row_step import OnHost, RowStep
 from torchtune_adaptive.integrations.rows import KeptRows, RowsOfStep
 from torchtune_adaptive.integrations.terms import Terms, with_a_label
 from torchtune_adaptive.library import AdaptiveStep
 
-_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
-"""How a model's methods for it begin; the older names warn where there are others."""
 _NOISE = (
     "neftune_noise_alpha: the noise follows the rows of a micro-batch and their padded length, so where "
     "these are not the trainer's own, losses are not those of the plain trainer."
@@ -266,10 +264,12 @@ class TrainerStep(RowStep):
 
     def _new_step(self) -> AdaptiveStep:
         trainer, reference = self._trainer, getattr(self._trainer, "ref_model", None)
+        one_by_one = self._options.fastest
+        checkpointing = (layers.one_by_one if one_by_one else layers.two_functions)(trainer)
         step = self._step_of(
             self._model,
             trainer.optimizer,
-            activation_checkpointing=_checkpointing(trainer),
+            activation_checkpointing=checkpointing,
             frozen=() if reference is None else (reference,),
         )
         if getattr(trainer.args, "neftune_noise_alpha", None):
@@ -319,21 +319,6 @@ def state_in(trainer: Any) -> Any:
     if kind not in map(type, trainer.callback_handler.callbacks):
         trainer.add_callback(kind)
     return next(each for each in trainer.callback_handler.callbacks if isinstance(each, kind))
-
-
-def _checkpointing(trainer: Any) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
-    """The two functions that turn activation checkpointing on and off, where it is off and can be on."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if trainer.args.torch_compile or getattr(plugin, "activation_checkpointing", False):
-        return None
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        return None
-    name = next(each for each in _CHECKPOINTING if hasattr(model, f"{each}_enable"))
-    if getattr(model, f"is_{name}"):
-        return None
-    enable, disable = getattr(model, f"{name}_enable"), getattr(model, f"{name}_disable")
-    return lambda: enable({"use_reentrant": False}), disable
 
 
 def collectives_of(step: AdaptiveStep, accelerator: Any) -> dict[str, Any]:

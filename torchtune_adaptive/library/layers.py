@@ -63,6 +63,7 @@ class LayerCheckpointing:
             )
         for number, layer in enumerate(self._layers):
             self._switch(layer, number < checkpointed)
+        self.checkpointed = checkpointed
 
     def name(self, checkpointed: int) -> str:
         """The value of the memory knob for so many layers."""

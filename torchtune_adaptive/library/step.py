@@ -438,9 +438,9 @@ def _relieving(functions: Any) -> Switches:
     if functions is None:
         return Switches()
     if isinstance(functions, LayerCheckpointing):
-        functions.set(functions.layers)
         layers = {knobs.CHECKPOINT: functions.use}
-        return _Relief(layers, knobs.Choice({knobs.CHECKPOINT: "all"}), functions.layers)
+        now = knobs.Choice({knobs.CHECKPOINT: functions.name(functions.checkpointed)})
+        return _Relief(layers, now, functions.layers)
     if not isinstance(functions, tuple) or len(functions) != 2 or not all(map(callable, functions)):
         raise UsageError(
             f"activation_checkpointing: {functions!r} is not two functions, one that turns it on, and one "

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.integrations.real.trainers import AS_CONFIGURED, NAMES, make, on_ranks, texts, tokens
 from torchtune_adaptive.integrations.facts import FACTS
-from torchtune_adaptive.integrations.trainer_step import _checkpointing
+from torchtune_adaptive.integrations.layers import two_functions
 from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
@@ -242,13 +242,13 @@ def host_state(folder: str) -> None:
 @check("checkpointing")
 def checkpointing(folder: str) -> None:
     trainer = make("trainer", AS_CONFIGURED, folder)
-    relief = _checkpointing(trainer)
+    relief = two_functions(trainer)
     assert relief is not None
     layer = trainer.model.model.layers[0]
     for switch, expected in zip(relief, (True, False), strict=True):
         switch()
         assert layer.gradient_checkpointing is expected
-        assert (_checkpointing(trainer) is None) is expected
+        assert (two_functions(trainer) is None) is expected
 
 
 @check("gathers")
