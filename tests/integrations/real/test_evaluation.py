@@ -171,7 +171,7 @@ def test_evaluation(name: str, way: str) -> None:
     close = 1e-5 if name.startswith(("grpo", "rloo")) else CLOSE
     for seen in on_ranks(compare, 1 if way == "alone" else 2, name, way):
         # With FSDP2, training sums gradients in another order, and evaluation has the weights of that.
-        assert max(seen["undisturbed"].values()) <= (close if way == "fsdp2" else 0), seen
+        assert max(seen["undisturbed"].values()) <= (1e-5 if way == "fsdp2" else 0), seen
         for distances, _, attempts in seen["lost"].values():
             assert max(distances.values()) <= close, seen
             assert attempts > seen["batches"]

@@ -1,0 +1,150 @@
+"""What `Adaptive(fastest=True)` gains beside the plain trainer, which checkpoints every layer.
+
+    python benchmarks/layers_checkpointed.py [--pairs 3] [--steps 6]
+
+transformers' Trainer on a Llama of 8 layers, on a CPU with a simulated limit of memory: what a step takes
+with all layers checkpointed, and a share of what the activations of all layers take besides. Plain, with
+`gradient_checkpointing=True` as is TRL's default, and ours take turns in one process, with the same rows in
+a step. The ratio is that of the median times of a step of a pair, so above 1 ours is faster. After the
+search, tensors are not counted against the limit any more: a device does that by itself.
+
+Needs transformers, TRL and PEFT, which need other packages than torchtune: see tests/helpers/beside.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+try:
+    import trl  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+    from transformers import TrainerCallback  # type: ignore[import-not-found, unused-ignore]
+except ModuleNotFoundError as missing:
+    sys.exit(
+        f"layers_checkpointed: {missing}. Run this with the Python of an environment that has transformers, "
+        "TRL and PEFT, as make_environment of tests/helpers/beside.py makes it."
+    )
+
+from tests.integrations.real.trainers import make, on_ranks, tokens
+from torchtune_adaptive.integrations import Adaptive
+
+LAYERS, ROWS, HEADROOM = 8, 8, 0.05
+CONFIG = {"num_hidden_layers": LAYERS, "hidden_size": 256, "intermediate_size": 1024}
+SETTINGS = {
+    "gradient_checkpointing": True,
+    "per_device_train_batch_size": ROWS,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 100,
+    "logging_steps": 1000,
+    "config": CONFIG,
+}
+SHARES = (0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass
+class Seen:
+    """What a training has taken."""
+
+    seconds: float
+    """The median of a step."""
+    micro_batch: int = 0
+    checkpointed: int = LAYERS
+    peak: int = 0
+    """The most bytes that a step had in memory, where they are counted."""
+
+
+class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Notes when steps are over, but not the first, and lets a number of layers be checkpointed."""
+
+    def __init__(self, checkpointed: int | None = None) -> None:
+        self.trainer: Any = None
+        self.ends: list[float] = []
+        self.checkpointed, self.peak = checkpointed, 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        steps = getattr(self.trainer, "_adaptive_step", None)
+        if steps is not None and self.checkpointed is not None:
+            memory = steps._step.train_step.memory
+            if state.global_step == 1:
+                steps._step.checkpoint_layers(self.checkpointed)
+            elif state.global_step > 2:
+                self.peak = max(self.peak, memory.usage().peak_bytes)
+            memory.watch()
+        elif steps is not None and state.global_step == 1:
+            steps._step.train_step.memory.running = nullcontext
+        self.ends.append(time.perf_counter())
+
+
+def run(options: Adaptive | None, steps: int, watch: Watch) -> Seen:
+    with tempfile.TemporaryDirectory() as folder:
+        data = tokens(64)
+        trainer = make(
+            "trainer", options, folder, callbacks=[watch], data=data, max_steps=steps, **SETTINGS
+        )
+        watch.trainer = trainer
+        trainer.train()
+    seen = Seen(statistics.median(b - a for a, b in pairwise(watch.ends[1:])), peak=watch.peak)
+    if options is not None:
+        step = trainer._adaptive_step._step
+        seen.micro_batch, seen.checkpointed = step.micro_batch, step.layers.checkpointed
+    return seen
+
+
+def compare(pairs: int, steps: int) -> list[tuple[float, list[tuple[Seen, Seen]]]]:
+    """For each share of memory: plain and ours, which take turns."""
+    plenty = Adaptive(memory_limit="1TiB", fastest=True)
+    all_of_them, none = (run(plenty, 5, Watch(count)).peak for count in (LAYERS, 0))
+    found = []
+    for share in SHARES:
+        usable = all_of_them + share * (none - all_of_them)
+        # A little more, as trials have the gradients of a step before in memory.
+        ours = Adaptive(
+            memory_limit=int(1.02 * usable / (1 - HEADROOM)), headroom=HEADROOM, fastest=True
+        )
+        in_turns = []
+        for pair in range(pairs):
+            order = (None, ours) if pair % 2 == 0 else (ours, None)
+            both = {one is not None: run(one, steps, Watch()) for one in order}
+            in_turns.append((both[False], both[True]))
+        found.append((share, in_turns))
+    return found
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--pairs", type=int, default=3)
+    arguments.add_argument(
+        "--steps", type=int, default=6, help="steps of a run; the first is not timed"
+    )
+    asked = arguments.parse_args()
+    print(
+        f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; Llama of {LAYERS} layers, "
+        f"{ROWS} rows a step; {asked.steps} steps a run, {asked.pairs} pairs\n"
+    )
+    print(f"{'memory for activations of':28}{'checkpointed':>14}{'micro-batch':>13}", end="")
+    print(f"{'plain, ms':>11}{'speed, ours / plain':>21}{'range':>15}", flush=True)
+    [found] = on_ranks(compare, 1, asked.pairs, asked.steps, timeout=1800)
+    for share, pairs in found:
+        ratios = [plain.seconds / ours.seconds for plain, ours in pairs]
+        ours = pairs[-1][1]
+        plain_ms = 1000 * statistics.median(plain.seconds for plain, _ in pairs)
+        line = f"{f'{share:.2f} of all layers':28}{f'{ours.checkpointed} of {LAYERS}':>14}"
+        line += f"{ours.micro_batch:>13}{plain_ms:>11.0f}{statistics.median(ratios):>21.3f}"
+        print(line + f"{min(ratios):>10.3f} {max(ratios):.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
