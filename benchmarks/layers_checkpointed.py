@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import platform
+import random
 import statistics
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 try:
     import trl  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+    from datasets import Dataset  # type: ignore[import-untyped, unused-ignore]
     from transformers import TrainerCallback  # type: ignore[import-not-found, unused-ignore]
 except ModuleNotFoundError as missing:
     sys.exit(
@@ -38,10 +41,11 @@ except ModuleNotFoundError as missing:
         "TRL and PEFT, as make_environment of tests/helpers/beside.py makes it."
     )
 
-from tests.integrations.real.trainers import make, on_ranks, tokens
+from tests.integrations.real.trainers import make, on_ranks
+from torchtune_adaptive import find_batch_size
 from torchtune_adaptive.integrations import Adaptive
 
-LAYERS, ROWS, HEADROOM = 8, 8, 0.05
+LAYERS, ROWS, LENGTH, HEADROOM = 8, 8, 64, 0.05
 CONFIG = {"num_hidden_layers": LAYERS, "hidden_size": 256, "intermediate_size": 1024}
 SETTINGS = {
     "gradient_checkpointing": True,
@@ -49,6 +53,7 @@ SETTINGS = {
     "gradient_accumulation_steps": 1,
     "num_train_epochs": 100,
     "logging_steps": 1000,
+    "optim": "sgd",
     "config": CONFIG,
 }
 SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -62,62 +67,79 @@ class Seen:
     """The median of a step."""
     micro_batch: int = 0
     checkpointed: int = LAYERS
-    peak: int = 0
-    """The most bytes that a step had in memory, where they are counted."""
 
 
 class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Notes when steps are over, but not the first, and lets a number of layers be checkpointed."""
+    """Notes when steps are over; after the first, tensors are not counted any more."""
 
-    def __init__(self, checkpointed: int | None = None) -> None:
+    def __init__(self) -> None:
         self.trainer: Any = None
         self.ends: list[float] = []
-        self.checkpointed, self.peak = checkpointed, 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         steps = getattr(self.trainer, "_adaptive_step", None)
-        if steps is not None and self.checkpointed is not None:
-            memory = steps._step.train_step.memory
-            if state.global_step == 1:
-                steps._step.checkpoint_layers(self.checkpointed)
-            elif state.global_step > 2:
-                self.peak = max(self.peak, memory.usage().peak_bytes)
-            memory.watch()
-        elif steps is not None and state.global_step == 1:
+        if steps is not None and state.global_step == 1:
             steps._step.train_step.memory.running = nullcontext
         self.ends.append(time.perf_counter())
 
 
-def run(options: Adaptive | None, steps: int, watch: Watch) -> Seen:
+@contextmanager
+def trained(options: Adaptive | None, steps: int) -> Iterator[tuple[Any, Seen]]:
+    """A trainer that has trained, and what that has taken."""
+    watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
-        data = tokens(64)
-        trainer = make(
-            "trainer", options, folder, callbacks=[watch], data=data, max_steps=steps, **SETTINGS
-        )
-        watch.trainer = trainer
+        more = {"callbacks": [watch], "data": rows(), "max_steps": steps}
+        trainer = watch.trainer = make("trainer", options, folder, **more, **SETTINGS)
         trainer.train()
-    seen = Seen(statistics.median(b - a for a, b in pairwise(watch.ends[1:])), peak=watch.peak)
-    if options is not None:
-        step = trainer._adaptive_step._step
-        seen.micro_batch, seen.checkpointed = step.micro_batch, step.layers.checkpointed
-    return seen
+        seen = Seen(statistics.median(b - a for a, b in pairwise(watch.ends[1:])))
+        if options is not None:
+            step = trainer._adaptive_step._step
+            seen.micro_batch, seen.checkpointed = step.micro_batch, step.layers.checkpointed
+        yield trainer, seen
+
+
+def rows() -> Any:
+    draw = random.Random(0)
+    ids = [[draw.randrange(3, 64) for _ in range(LENGTH)] for _ in range(64)]
+    return Dataset.from_list(
+        [{"input_ids": row, "labels": row, "attention_mask": [1] * LENGTH} for row in ids]
+    )
+
+
+def peaks() -> list[int]:
+    """The peaks of trials with all layers checkpointed, and with none."""
+    with trained(Adaptive(memory_limit="1TiB", fastest=True), 3) as (trainer, _):
+        steps = trainer._adaptive_step
+        step, row = steps._step, steps._longest()
+        del step.train_step.memory.running  # so that tensors are counted again
+        found = []
+        for count in (LAYERS, 0):
+            step.checkpoint_layers(count)
+            with steps.around(step):
+                size = find_batch_size(
+                    step, lambda n: steps._micro_batch([row] * n), ceiling=ROWS, accumulation=ROWS
+                )
+            reports = [each for trial in size.trials for each in trial.reports]
+            found.append(max(each.peak_bytes for each in reports))
+    return found
 
 
 def compare(pairs: int, steps: int) -> list[tuple[float, list[tuple[Seen, Seen]]]]:
     """For each share of memory: plain and ours, which take turns."""
-    plenty = Adaptive(memory_limit="1TiB", fastest=True)
-    all_of_them, none = (run(plenty, 5, Watch(count)).peak for count in (LAYERS, 0))
+    all_of_them, none = peaks()
     found = []
     for share in SHARES:
         usable = all_of_them + share * (none - all_of_them)
-        # A little more, as trials have the gradients of a step before in memory.
         ours = Adaptive(
             memory_limit=int(1.02 * usable / (1 - HEADROOM)), headroom=HEADROOM, fastest=True
         )
         in_turns = []
         for pair in range(pairs):
             order = (None, ours) if pair % 2 == 0 else (ours, None)
-            both = {one is not None: run(one, steps, Watch()) for one in order}
+            both = {}
+            for one in order:
+                with trained(one, steps) as (_, seen):
+                    both[one is not None] = seen
             in_turns.append((both[False], both[True]))
         found.append((share, in_turns))
     return found
