@@ -103,6 +103,20 @@ def time_with_ddp() -> list[str]:
     return [column(blocks("ddp_overhead.md", "quartiles")[0], ONE, place) for place in range(3)]
 
 
+def of_trainers(place: int) -> list[str]:
+    """A number of each way: behind the counts of plain and ours, and a slash between."""
+    [table] = blocks("trainer_overhead.md", "on the host")
+    ways = ("1 process ", "DDP ", "FSDP2 ", "FSDP2, in the last")
+    return [column(table, way, place) for way in ways]
+
+
+def with_fewer_layers() -> list[str]:
+    [table] = blocks("layers_checkpointed.md", "of all layers")
+    return [
+        column(table, f"{share} of all layers", 5) for share in ("0.25", "0.50", "0.75", "1.00")
+    ]
+
+
 ONE = "1 micro-batch "
 
 
@@ -179,6 +193,17 @@ CLAIMS = [
         r"(\d+) collectives where plain DDP launches (\d+), and ([\d.]+) times its time "
         r"\(([\d.]+) to ([\d.]+)\)",
         lambda: (with_ddp(2), with_ddp(0), *time_with_ddp()),
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"([\d.]+) in one process, ([\d.]+) with DDP, ([\d.]+) with FSDP2; "
+        r"times ([\d.]+), ([\d.]+), and ([\d.]+) or, [a-z ,-]+, ([\d.]+) ",
+        lambda: (*of_trainers(3)[:3], *(f"{float(each):.2f}" for each in of_trainers(10))),
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) times the plain trainer's speed",
+        with_fewer_layers,
     ),
     Claim(
         "README.md",
