@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.counting import Launches
 from tests.helpers.decoder import local_values, same_bits
 from tests.helpers.faults import FailingMemory, fail_at_each, survivable
 from tests.helpers.library import Trained, collate, failing, rows_of
@@ -128,20 +128,6 @@ def test_weights_are_those_of_the_plain_loop_to_the_bit() -> None:
 def test_weights_are_those_of_the_plain_loop_with_copies_of_shards() -> None:
     models = {"hsdp": HSDP, "hsdp in half": HSDP_IN_HALF}
     assert run_ranks(wrong_bits, 4, models) == [[]] * 4
-
-
-class Launches(TorchDispatchMode):
-    """Counts the collectives of floating-point numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::")
-            self.counts[name.strip("_").replace("_base", "").replace("_tensor_coalesced", "")] += 1
-        return func(*args, **kwargs or {})
 
 
 def launched(model: Callable[[], nn.Module], size: int) -> dict[str, Counter[str]]:

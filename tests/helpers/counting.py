@@ -1,13 +1,15 @@
-"""What is left of a backward pass that failed, and what a process group has counted: on any device."""
+"""What is left of a backward pass that failed, and what a group has counted or was seen to launch."""
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune_adaptive.core.private import launches_of
 
@@ -74,3 +76,17 @@ def fail_in_backward(device: str, nodes: int = 6) -> Callable[[], int]:
     else:
         raise AssertionError("nothing has failed")
     return lambda: len(alive)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the collectives of floating-point numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            self.counts[name.strip("_").replace("_base", "").replace("_tensor_coalesced", "")] += 1
+        return func(*args, **kwargs or {})

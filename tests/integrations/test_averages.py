@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from torchtune_adaptive.integrations import averages
-from torchtune_adaptive.integrations.averages import COUNTS, Part, averaged, copied, counts, noted
+from torchtune_adaptive.integrations.averages import COUNTS, Part, averaged, counts, noted
 
 
 def row(**found: int) -> list[int]:
@@ -82,7 +83,7 @@ SFTTrainer.__module__ = "trl.trainer"
 )
 def test_each_batch_has_a_value(parts: list[Any], expected: list[float]) -> None:
     before = {"entropy": [9.0], "tokens": [1.0]}
-    trainer = SFTTrainer(copied(before))
+    trainer = SFTTrainer(copy.deepcopy(before))
     trainer._metrics["train"] |= {
         "entropy": [9.0, *(value for _, value, _ in parts)],
         "tokens": [5.0],
@@ -93,12 +94,3 @@ def test_each_batch_has_a_value(parts: list[Any], expected: list[float]) -> None
     ]
     averages.settle(trainer, "train", before, [2, 2], made)
     assert trainer._metrics["train"] == {"entropy": [9.0, *expected], "tokens": [5.0]}
-
-
-def test_a_copy_keeps_its_kind_and_shares_nothing() -> None:
-    kept = {"train": defaultdict(list, loss=[1.0]), "other": [[1]]}
-    made = copied(kept)
-    made["train"]["new"].append(1.0)
-    made["train"]["loss"].append(2.0)
-    made["other"][0].append(2)
-    assert kept == {"train": {"loss": [1.0]}, "other": [[1]]}

@@ -7,7 +7,6 @@ Where a part has rows of several batches, its value is that of each.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,17 +57,6 @@ def counts(inputs: Any, rows: int) -> list[int]:
     of_all, of_chosen = int(tokens.sum()), int(tokens.cpu()[chosen].sum())
     chosen_rows = int(chosen.sum())
     return [*found, of_all, of_chosen, of_all - of_chosen, chosen_rows, len(mask) - chosen_rows]
-
-
-def copied(value: Any) -> Any:
-    """A deep copy; of long lists of numbers, as metrics are, without a look at each."""
-    if isinstance(value, dict):
-        result = value.copy()  # of the same kind
-        result.update((name, copied(each)) for name, each in value.items())
-        return result
-    if isinstance(value, list) and value and isinstance(value[-1], (int, float)):
-        return value.copy()
-    return copy.deepcopy(value)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Axolotl with trainers that find their micro-batch, by one line of its YAML.
 
-plugins:
-  - torchtune_adaptive.integrations.axolotl.AdaptivePlugin
-adaptive:  # the options of Adaptive; may be left out
-  memory_limit: 24GiB
+    plugins: [torchtune_adaptive.integrations.axolotl.AdaptivePlugin]
+    adaptive: {memory_limit: 24GiB}
+
+The second line has the options of ``Adaptive``, and may be left out.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from torchtune_adaptive.common import UsageError, announce, arguments
 from torchtune_adaptive.core import Generators, Phase
 from torchtune_adaptive.integrations import averages, private, refusals
 from torchtune_adaptive.integrations.first_look import terms_of_loss
+from torchtune_adaptive.integrations.host_state import HostState
 from torchtune_adaptive.integrations.parts import joined, weighted_mean
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows
 from torchtune_adaptive.integrations.terms import Terms
@@ -141,7 +142,7 @@ class Evaluation:
 
         def portions(done: int, size: int) -> Iterator[tuple[int, tuple[Any, int]]]:
             if attempts:
-                self._restore(kept)
+                kept.restore()
             attempts.append(size)
             if size == most:
                 yield rows, (batch.inputs, rows)
@@ -248,17 +249,17 @@ class Evaluation:
         with self._gathering(step):
             self._terms = terms_of_loss(trainer, model, step, batch.rows, batch.collate, items)
         drawn.restore()
-        self._restore(kept)
+        kept.restore()
         return self._terms
 
-    def _average(self, parts: Sequence[_Predicted], before: dict[str, Any]) -> None:
+    def _average(self, parts: Sequence[_Predicted], before: HostState) -> None:
         """Make one value of those that the parts have added to each metric."""
         rows, done = [part.rows for part in parts], 0
         of_parts = []
         for part in parts:
             numbers, done = range(done, done + part.rows), done + part.rows
             of_parts.append(averages.Part(numbers, part.added, part.inputs))
-        earlier = private.metrics_in(before, "eval")
+        earlier = private.metrics_in(before.values, "eval")
         averages.settle(self._trainer, "eval", earlier, [sum(rows)], of_parts)
 
     # --- what evaluates -------------------------------------------------------------------------
@@ -302,14 +303,8 @@ class Evaluation:
 
     # --- what a forward pass changes on the host --------------------------------------------------
 
-    def _kept(self) -> dict[str, Any]:
-        have = vars(self._trainer)
-        return {
-            name: averages.copied(have[name]) for name in self._trainer.restored if name in have
-        }
-
-    def _restore(self, kept: dict[str, Any]) -> None:
-        vars(self._trainer).update(averages.copied(kept))
+    def _kept(self) -> HostState:
+        return HostState(self._trainer, self._trainer.restored)
 
 
 class _Batches:

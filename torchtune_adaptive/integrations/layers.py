@@ -62,6 +62,6 @@ def _by_others(trainer: Any) -> str:
     if trainer.args.torch_compile:
         return "torch_compile"
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    return "activation_checkpointing of fsdp_config" * bool(
-        getattr(plugin, "activation_checkpointing", False)
-    )
+    if getattr(plugin, "activation_checkpointing", False):
+        return "activation_checkpointing of fsdp_config"
+    return ""

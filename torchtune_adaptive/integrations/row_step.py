@@ -8,14 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
 from torchtune_adaptive.common import UsageError, announce
-from torchtune_adaptive.integrations import averages
+from torchtune_adaptive.integrations.host_state import HostState
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows, RowsOfStep, longest, tokens_in
 from torchtune_adaptive.integrations.summary import summary
@@ -57,8 +57,7 @@ class RowStep(ABC):
         self._step: AdaptiveStep | None = None
         self._size = 0
         self._rows_of_step = 0
-        self._kept: dict[str, Any] = {}
-        self._absent: list[str] = []
+        self._kept = HostState(owner, ())
         self._made: dict[tuple[int, ...], Any] = {}
         """What the loader has made of rows of the step that is taken, by their numbers."""
 
@@ -71,7 +70,7 @@ class RowStep(ABC):
         """The part of a micro-batch in the loss of this rank."""
 
     def _scaled(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The same, as gradients are computed of it."""
+        """The same, scaled where the loop scales what it calls backward on."""
         return self._forward(batch)
 
     @abstractmethod
@@ -251,6 +250,11 @@ class RowStep(ABC):
         options = self._options
         find: Callable[..., BatchSize] = partial(find_batch_size, accumulation=rows)
         if options.fastest:
+            if step.layers is None:
+                raise UsageError(
+                    "fastest: only trainers of transformers and TRL know which layers there are. Leave it "
+                    "off."
+                )
             find = partial(find_fastest, rows=rows)
         with self.around(step):
             return find(
@@ -265,27 +269,11 @@ class RowStep(ABC):
     # --- what a forward pass changes on the host ------------------------------------------------
 
     def _keep(self) -> None:
-        self._kept, self._absent = {}, []
-        for name in self._restored:
-            owner, attribute = self._found_at(name)
-            if hasattr(owner, attribute):
-                self._kept[name] = averages.copied(getattr(owner, attribute))
-            else:
-                self._absent.append(name)
+        self._kept = HostState(self._owner, self._restored)
 
     def restore(self) -> None:
         """Set back what a lost attempt has changed."""
-        for name, value in self._kept.items():
-            owner, attribute = self._found_at(name)
-            setattr(owner, attribute, averages.copied(value))
-        for name in self._absent:
-            owner, attribute = self._found_at(name)
-            vars(owner).pop(attribute, None)
-
-    def _found_at(self, name: str) -> tuple[Any, str]:
-        """The object that has an attribute, which may be one of the owner's, and its name there."""
-        *path, attribute = name.split(".")
-        return reduce(getattr, path, self._owner), attribute
+        self._kept.restore()
 
 
 def _with_rows(inputs: Any, rows: int) -> dict[str, Any]:

@@ -31,11 +31,11 @@ class Stream(IterableDataset[Any]):
 
 @contextmanager
 def read_by_each_process(trainer: Any) -> Iterator[None]:
-    """A context in which a trainer makes its loader, from which each process gets its own rows.
+    """A context in which a trainer makes its loader, from which each process takes its own rows.
 
-    Unless told otherwise, accelerate has one process read a stream, and send the others what the collate
-    function has made. Here each reads it and takes the same rows as there: the first batch is that of the
-    first process, and so on.
+    Unless told otherwise, accelerate has one process read a stream, also where there is no other, and send
+    what the collate function has made. Here each reads it and takes the same rows as there: the first batch
+    is that of the first process, and so on.
     """
     loading, dataset = trainer.accelerator.dataloader_config, trainer.train_dataset
     if loading.dispatch_batches is None and isinstance(dataset, IterableDataset):

@@ -80,7 +80,7 @@ class TrainerStep(RowStep):
         own = [[*range(end - size, end)] for end, size in zip(ends, batches, strict=True)]
         # With a token budget, ranks divide their rows in ways of their own.
         if self._options.token_budget or [[*part.rows] for part in self._parts] != own:
-            before = private.metrics_in(self._kept, "train")
+            before = private.metrics_in(self._kept.values, "train")
             averages.settle(self._trainer, "train", before, batches, self._parts)
 
     def restore(self) -> None:

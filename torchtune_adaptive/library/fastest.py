@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any, get_args
 
 from torchtune_adaptive.common import UsageError, announce, arguments, counted
-from torchtune_adaptive.core import Probe, Rounding, strategies
+from torchtune_adaptive.core import Probe, Rounding, candidates, strategies
 from torchtune_adaptive.library.layers import LayerCheckpointing
 from torchtune_adaptive.library.search import BatchSize, CheckedBatch, find_batch_size
 from torchtune_adaptive.library.step import AdaptiveStep
 
 log = logging.getLogger(__name__)
 
-_HALVINGS = 2
-"""Smaller micro-batches that are compared: halves and quarters of the largest."""
 _ROUNDS = 3
 _STEPS = 2
 """Timed steps of each way in each round; the ways take turns, so that a busy moment meets all."""
@@ -74,16 +72,18 @@ def find_fastest(
 ) -> FastestSize:
     """Find the number of checkpointed layers and the micro-batch that train fastest, and leave no trace.
 
-    The largest micro-batch with all layers checkpointed comes first. For it, its half and its quarter, trials
-    find the fewest layers that must be checkpointed. Whole steps of ``rows`` rows are timed in each way, in
-    turns; the time of the slowest rank counts. Where nothing gains, all layers stay checkpointed.
+    The largest micro-batch with all layers checkpointed comes first. For it, its half, and so on, trials find
+    the fewest layers that must be checkpointed, until that is none. Whole steps of ``rows`` rows are timed in
+    each way, in turns; the time of the slowest rank counts. Where nothing gains, all stay checkpointed.
 
     Args:
         step: the step that training will take, with a ``LayerCheckpointing``.
         worst_case: function that makes a micro-batch of so many rows on the host, as in ``find_batch_size``.
         rows: the rows of a step on this rank, the same on every rank.
         ceiling: the largest micro-batch to try; by default, ``rows``.
-        rounding, search, headroom: as in ``find_batch_size``.
+        rounding: sizes that may be found, as in ``find_batch_size``.
+        search: the search for the largest, as there.
+        headroom: the share of the capacity that must stay free.
 
     Raises:
         NothingFits: not even one row with all layers checkpointed.
@@ -107,7 +107,8 @@ def find_fastest(
         search=search,
         headroom=headroom,
     )
-    comparing = _Comparing(step, layers, CheckedBatch(worst_case), rows, headroom)
+    sizes = candidates(rounding, int(largest), min(rows, ceiling or rows))
+    comparing = _Comparing(step, layers, CheckedBatch(worst_case), rows, sizes, headroom)
     own = _Way(int(largest), layers.layers)
     chosen = own
     try:
@@ -132,6 +133,8 @@ class _Comparing:
     layers: LayerCheckpointing
     worst: CheckedBatch
     rows: int
+    sizes: Sequence[int]
+    """Those that may be found, ascending; the last is the largest that fits."""
     headroom: float
 
     def choose(self, own: _Way) -> tuple[_Way, str]:
@@ -143,27 +146,28 @@ class _Comparing:
             entering=log.debug,
         )
         with probe:
-            ways = self._ways(probe, own)
-            if len(ways) > 1:
-                ways = self._timed(probe, ways)
+            tried = self._ways(probe, own)
+            ways = self._timed(probe, tried) if len(tried) > 1 else tried
+        if len(tried) == 1:
+            return own, f"{self._all} checkpointed, as no fewer fit"
         if own not in ways or len(ways) == 1:
-            return own, f"all {counted(self.layers.layers, 'layer')} checkpointed, as no fewer fit"
+            return own, f"{self._all} checkpointed, as memory ran out while steps were timed"
         # Of two that are as fast, the one that checkpoints more has more memory left.
-        best = min(ways, key=lambda way: (way.time, -way.checkpointed))
-        if best.time > (1 - _GAIN) * own.time:
-            best = own
-        return best, self._line(best, own)
+        fastest = min(ways, key=lambda way: (way.time, -way.checkpointed))
+        chosen = fastest if fastest.time <= (1 - _GAIN) * own.time else own
+        return chosen, self._line(chosen, fastest, own)
 
     def _ways(self, probe: Probe, own: _Way) -> list[_Way]:
-        """Each size with the fewest layers; smaller ones only where the larger must checkpoint some."""
+        """Each size with the fewest layers, until none must be checkpointed: a size that fits without, as a
+        caller may have had, is then not faster than one of these for its size."""
         ways, size = [own], own.size
-        for _ in range(_HALVINGS + 1):
+        while ways[-1].checkpointed:
             fewest, trouble = self._fewest(probe, size)
             if fewest < ways[-1].checkpointed:
                 ways.append(_Way(size, fewest, trouble))
-            if not fewest or size == 1:
+            if size == 1:
                 break
-            size //= 2
+            size = max(each for each in self.sizes if each <= size // 2)
         return ways
 
     def _fewest(self, probe: Probe, size: int) -> tuple[int, str]:
@@ -195,12 +199,18 @@ class _Comparing:
                     way.seconds += seconds
         return ways
 
-    def _line(self, best: _Way, own: _Way) -> str:
-        if best is own:
-            return f"all {counted(self.layers.layers, 'layer')} checkpointed, as fewer gain nothing"
-        gain = own.time / best.time
-        line = f"{best.checkpointed} of {counted(self.layers.layers, 'layer')} checkpointed"
-        line += f", {gain:.2f} x the speed of all"
-        if max(best.spread, own.spread) > gain - 1:
-            line += f", where timings vary by {max(best.spread, own.spread):.0%}"
-        return line + (f"; {best.trouble}" if best.trouble else "")
+    @property
+    def _all(self) -> str:
+        return f"all {counted(self.layers.layers, 'layer')}"
+
+    def _line(self, chosen: _Way, fastest: _Way, own: _Way) -> str:
+        gain = own.time / fastest.time
+        spread = max(fastest.spread, own.spread)
+        if chosen is own:
+            line = f"{self._all} checkpointed, as fewer gain nothing"
+        else:
+            line = f"{chosen.checkpointed} of {counted(self.layers.layers, 'layer')} checkpointed"
+            line += f", {gain:.2f} x the speed of all"
+        if spread > abs(gain - 1):
+            line += f", where timings vary by {spread:.0%}"
+        return line + (f"; {chosen.trouble}" if chosen.trouble else "")

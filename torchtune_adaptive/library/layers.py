@@ -1,13 +1,14 @@
-"""Activation checkpointing of a model's layers one by one: the first k of n."""
+"""Activation checkpointing of a step: by two functions, or of layers one by one, the first k of n."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
 from torchtune_adaptive.common import UsageError, arguments
-from torchtune_adaptive.core import recompute
+from torchtune_adaptive.core import Switches, knobs, recompute
 
 
 class LayerCheckpointing:
@@ -79,3 +80,29 @@ class LayerCheckpointing:
                 "with the model that the state was saved with."
             )
         self.set(counts[name])
+
+
+def switches_of(activation_checkpointing: Any) -> Switches:
+    """The switch of activation checkpointing that a caller's two functions make, or its layers."""
+    given = activation_checkpointing
+    if given is None:
+        return Switches()
+    if isinstance(given, LayerCheckpointing):
+        now = knobs.Choice({knobs.CHECKPOINT: given.name(given.checkpointed)})
+        return _OfCaller({knobs.CHECKPOINT: given.use}, now, given.layers)
+    if not isinstance(given, tuple) or len(given) != 2 or not all(map(callable, given)):
+        raise UsageError(
+            f"activation_checkpointing: {given!r} is not two functions, one that turns it on, and one that "
+            "turns it off; nor is it a LayerCheckpointing."
+        )
+    on, off = given
+    setter = lambda value: on() if value == "all" else off()  # noqa: E731
+    return _OfCaller({knobs.CHECKPOINT: setter}, knobs.Choice({knobs.CHECKPOINT: "none"}))
+
+
+class _OfCaller(Switches):
+    """Checkpointing as the caller has it: nobody knows whether it gathers parameters again."""
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        return (self.choice[knobs.CHECKPOINT],)

@@ -26,7 +26,6 @@ from torchtune_adaptive.core import (
     StepOptions,
     StepRunner,
     Summed,
-    Switches,
     TrainStep,
     candidates,
     device_memory,
@@ -35,7 +34,7 @@ from torchtune_adaptive.core import (
 from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.division import Division, by_rows, by_tokens
 from torchtune_adaptive.library.forward_only import ForwardOnly
-from torchtune_adaptive.library.layers import LayerCheckpointing
+from torchtune_adaptive.library.layers import LayerCheckpointing, switches_of
 from torchtune_adaptive.library.private import is_compiled
 
 log = logging.getLogger(__name__)
@@ -181,7 +180,7 @@ class AdaptiveStep:
             options=StepOptions(
                 compiled=self.compiled,
                 optimizer_steps=optimizer_steps,
-                switches=_relieving(activation_checkpointing),
+                switches=switches_of(activation_checkpointing),
                 clip_grad_norm=max_grad_norm,
                 sync_each_batch=sync_each_batch,
                 measure_noise=measure_noise,
@@ -431,32 +430,6 @@ class _MicroBatches:
 
     def __iter__(self) -> Iterator[Any]:
         return (self.collated(number, part) for number, part in enumerate(self.parts))
-
-
-def _relieving(functions: Any) -> Switches:
-    """The switch of activation checkpointing that the caller's two functions make."""
-    if functions is None:
-        return Switches()
-    if isinstance(functions, LayerCheckpointing):
-        layers = {knobs.CHECKPOINT: functions.use}
-        now = knobs.Choice({knobs.CHECKPOINT: functions.name(functions.checkpointed)})
-        return _Relief(layers, now, functions.layers)
-    if not isinstance(functions, tuple) or len(functions) != 2 or not all(map(callable, functions)):
-        raise UsageError(
-            f"activation_checkpointing: {functions!r} is not two functions, one that turns it on, and one "
-            "that turns it off."
-        )
-    on, off = functions
-    setter = lambda value: on() if value == "all" else off()  # noqa: E731
-    return _Relief({knobs.CHECKPOINT: setter}, knobs.Choice({knobs.CHECKPOINT: "none"}))
-
-
-class _Relief(Switches):
-    """Checkpointing as the caller has it: nobody knows whether it gathers parameters again."""
-
-    @property
-    def variant(self) -> tuple[Any, ...]:
-        return (self.choice[knobs.CHECKPOINT],)
 
 
 class SummedLoss:

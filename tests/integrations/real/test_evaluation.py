@@ -14,6 +14,7 @@ import torch
 from tests.helpers.faults import OutOfMemoryAt
 from tests.integrations.real.models import Collating, model_of, rows_for
 from tests.integrations.real.trainers import (
+    AS_ACCELERATE,
     AS_CONFIGURED,
     NAMES,
     SEARCHING,
@@ -96,7 +97,7 @@ def evaluated(
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make(kind, AS_CONFIGURED if ours else None, folder, **settings)
+        trainer = make(kind, AS_ACCELERATE if ours else None, folder, **settings)
         attempts = lose_memory(trainer, at if rank() == on else {})
         trainer.train()
     logger.removeHandler(handler)
@@ -170,8 +171,7 @@ def test_evaluation(name: str, way: str) -> None:
     # Losses of completions cancel almost to 0, and their metrics are averaged by rows.
     close = 1e-5 if name.startswith(("grpo", "rloo")) else CLOSE
     for seen in on_ranks(compare, 1 if way == "alone" else 2, name, way):
-        # With FSDP2, training sums gradients in another order, and evaluation has the weights of that.
-        assert max(seen["undisturbed"].values()) <= (1e-5 if way == "fsdp2" else 0), seen
+        assert max(seen["undisturbed"].values()) == 0, seen
         for distances, _, attempts in seen["lost"].values():
             assert max(distances.values()) <= close, seen
             assert attempts > seen["batches"]

@@ -320,11 +320,18 @@ def refusals() -> list[str]:
         with pytest.raises(UsageError) as refused:
             fit(AS_CONFIGURED, kind=kind, **settings)
         said.append(str(refused.value))
-    return said
+    with pytest.raises(UsageError) as refused:
+        fit(Adaptive(memory_limit="1GiB", fastest=True))
+    return [*said, str(refused.value)]
 
 
 def test_what_cannot_be_kept_is_refused_by_name() -> None:
     [said] = on_ranks(refusals, 1)
-    names = ("automatic_optimization: ", "training_step: ", "training_step: ")
+    names = (
+        "automatic_optimization: ",
+        "training_step: ",
+        "training_step: ",
+        "fastest: only trainers",
+    )
     assert all(each.startswith(name) for each, name in zip(said, names, strict=True)), said
     assert not any("\n" in each for each in said)

@@ -61,6 +61,8 @@ NAMES = {
 """The columns of rows of text, for a kind of trainer."""
 SEARCHING = Adaptive(memory_limit="64MiB")
 AS_CONFIGURED = Adaptive(search=False)
+AS_ACCELERATE = Adaptive(search=False, sync_each_batch=False)
+"""With FSDP2, gradients are added up in the order in which accelerate adds them up."""
 
 helper._context.set_forkserver_preload(["tests.integrations.real.preload"])
 
