@@ -46,7 +46,6 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "loss_type: aot sorts the rows": {"loss_type": ["sigmoid", "aot"]},
     "loss_type: kto compares each row": {"loss_type": "kto"},
     "loss_type: bnpo is a mean over the tokens": {"loss_type": "bnpo"},
-    "use_vllm: True is not": {"use_vllm": True},
     "use_transformers_continuous_batching: True": {"use_transformers_continuous_batching": True},
     "use_transformers_paged: True": {"use_transformers_paged": True},
     "entropy_coef: 0.01 is not": {"entropy_coef": 0.01},

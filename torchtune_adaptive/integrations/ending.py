@@ -19,15 +19,33 @@ _STAGES = {
 
 def lost_outside_of_a_step(trainer: Any, error: BaseException) -> TrainingOutOfMemory:
     """The error that says where memory ran out, and how to go on."""
-    folder = _last_checkpoint(trainer.args.output_dir)
-    resume = f"Resume from {folder}" if folder else "There is no checkpoint; begin again"
     said = " ".join(str(error).split())
     return TrainingOutOfMemory(
         f"Out of memory in {_where(error)}, after step {trainer.state.global_step}: what is outside of "
-        f"forward, backward and evaluation cannot be done again. {resume}, with a larger "
+        f"forward, backward and evaluation cannot be done again. {_resume(trainer)}, with a larger "
         f"Adaptive(headroom=...), a lower Adaptive(ceiling=...), or an optim that takes less. ({said})",
         everywhere=False,
     )
+
+
+def lost_beside_vllm(trainer: Any, trouble: str) -> TrainingOutOfMemory:
+    """The error that says how to leave memory for vLLM, or for what gives it weights."""
+    args = trainer.args
+    if args.vllm_mode == "server":
+        change = "FSDP over more devices, or an optim that takes less"
+    else:
+        change = f"vllm_gpu_memory_utilization below {args.vllm_gpu_memory_utilization:g}"
+        if not args.vllm_enable_sleep_mode:
+            change += ", or with vllm_enable_sleep_mode=True"
+    return TrainingOutOfMemory(
+        f"{trouble[0].upper()}{trouble[1:]}, after step {trainer.state.global_step}: vLLM cannot do with "
+        f"less while it runs. {_resume(trainer)}, with {change}."
+    )
+
+
+def _resume(trainer: Any) -> str:
+    folder = _last_checkpoint(trainer.args.output_dir)
+    return f"Resume from {folder}" if folder else "There is no checkpoint; begin again"
 
 
 def _where(error: BaseException) -> str:

@@ -58,7 +58,6 @@ REFUSED: dict[str, tuple[Setting, str]] = {
         bool,
         "it cannot be reset after running out of memory. Use gradient_checkpointing",
     ),
-    "use_vllm": (bool, f"{_OWN_GENERATE}. Leave it off"),
     "use_transformers_continuous_batching": (bool, f"{_OWN_GENERATE}. Leave it off"),
     "use_transformers_paged": (bool, f"{_OWN_GENERATE}. Leave it off"),
     "entropy_coef": (bool, _MEAN_ENTROPY),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -22,10 +22,13 @@ from torchtune_adaptive.integrations.completions import (
     rows_of,
     together,
 )
+from torchtune_adaptive.integrations.ending import lost_beside_vllm
 from torchtune_adaptive.integrations.row_step import OnHost
 from torchtune_adaptive.integrations.rows import KeptRows
 from torchtune_adaptive.integrations.trainer_step import TrainerStep
 from torchtune_adaptive.library import AdaptiveStep, ForwardOnly
+
+T = TypeVar("T")
 
 _BY_TOKENS = ("cispo", "dapo", "vespo")
 """Losses that are divided by the tokens of all completions; others are means over rows."""
@@ -162,6 +165,36 @@ class RolloutStep(TrainerStep):
         draws.end()
         return made
 
+    def generated_by_vllm(self, generate: Callable[[], T]) -> T:
+        """What vLLM generates, which divides rows by itself.
+
+        Nothing is done again: where memory runs out, the run ends, and says which setting to change.
+        """
+        engine, memory = self._trainer.vllm_generation, self.prepare().train_step.memory
+
+        def by_itself() -> T:
+            try:
+                return generate()
+            except Exception as error:
+                if not memory.is_out_of_memory(error):
+                    raise
+                raise lost_beside_vllm(self._trainer, f"out of memory in vLLM ({error})") from error
+
+        sync = partial(self._weights_to_vllm, engine.sync_weights)
+        with mock.patch.object(engine, "sync_weights", sync):
+            if engine.mode == "server" or engine.tensor_parallel_size > 1:
+                return by_itself()  # in which processes wait for each other
+            return self._unless_any_fails("generation", by_itself)
+
+    def _weights_to_vllm(self, sync: Callable[[], None]) -> None:
+        """Give vLLM the weights that generate next, which a sharded model gathers one by one."""
+        step = self.prepare()
+        outcome = step.train_step.forward_only(
+            "sending weights to vLLM", lambda: step.collective(sync)
+        )
+        if outcome.lost:
+            raise lost_beside_vllm(self._trainer, outcome.trouble)
+
     def scored(
         self,
         score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
@@ -206,16 +239,20 @@ class RolloutStep(TrainerStep):
 
         self._work = in_their_modes
         phase = self._phases.get(name) or self._new_phase(name, alone)
-        if not alone:
-            return phase(range(rows), OnHost, size)
-        made, error = [], None
+        of_all = partial(phase, range(rows), OnHost, size)
+        return self._unless_any_fails(name, of_all) if alone else of_all()
+
+    def _unless_any_fails(self, name: str, work: Callable[[], T]) -> T:
+        """What each process makes by itself; where it fails on one, it raises on all."""
+        made: list[T] = []
+        error = None
         try:
-            made = phase(range(rows), OnHost, size)
+            made.append(work())
         except Exception as raised:
             error = raised
         if self.prepare().ranks.spread(int(error is not None))[1]:
             raise error or TrainingOutOfMemory(f"{name} failed on another process, which says why.")
-        return made
+        return made.pop()
 
     def _new_phase(self, name: str, alone: bool) -> ForwardOnly:
         phase = self.prepare().forward_only(lambda held: self._work(held), name=name, gathers=alone)

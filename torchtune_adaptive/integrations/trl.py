@@ -5,7 +5,7 @@
     trainer = adaptive(GRPOTrainer)(model, reward_funcs, args, train_dataset=dataset)
 
 The rows of an optimizer step are completions. They are generated and scored in parts that fit, and trained on
-in micro-batches of the size that a search finds before the first step.
+in micro-batches of the size that a search finds before the first step. With vLLM, generation is its own.
 """
 
 from __future__ import annotations
@@ -120,12 +120,14 @@ class AdaptiveRolloutMixin(RolloutHooks, AdaptiveMixin):
             raise UsageError(
                 "images: only prompts of text are supported, as others cannot be split into rows."
             )
+        if getattr(self, "use_vllm", False):
+            return step.generated_by_vllm(lambda: generate(prompts, None, fields, *args))
         paired = False
 
         def ids(some: Any, their: Any) -> Any:
             nonlocal paired
             made = generate(some, None, their, *args)
-            paired = isinstance(made, tuple)  # with log-probabilities, which only vLLM has
+            paired = isinstance(made, tuple)  # with log-probabilities, or None in their place
             return made[0] if paired else made
 
         made = step.generated(ids, prompts, fields)

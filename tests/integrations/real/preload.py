@@ -4,6 +4,9 @@ import contextlib
 import importlib
 import warnings
 
+from tests.helpers.stand_ins import stand_in
+
+stand_in("vllm")  # TRL looks for it when it is imported
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for module in ("datasets", "peft", "transformers.trainer", "torchtune_adaptive.library.search"):

@@ -237,8 +237,9 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
         arguments |= {"processing_class": tokenizer(), "train_dataset": data or texts("prompt")}
         arguments["reward_funcs"] = settings.pop("reward_funcs", evenness)
         settings = GENERATION | settings
-        if settings.get("beta"):  # the reference is loaded from where the policy is from
-            model = _saved(llama(**config), f"{folder}/policy")
+        if settings.get("beta") or settings.get("use_vllm"):
+            # The reference is loaded from where the policy is from, and vLLM's model is.
+            model = saved(llama(**config), f"{folder}/policy")
     elif kind == "trainer":
         collate = settings.pop("data_collator", Padding)()
         arguments |= {"data_collator": collate, "train_dataset": data or tokens(ragged=ragged)}
@@ -263,7 +264,7 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
     return trainer_class(model=model or llama(**config), **arguments)
 
 
-def _saved(model: Any, folder: str) -> Any:
+def saved(model: Any, folder: str) -> Any:
     """The model, loaded from a folder in which it is saved, by this rank."""
     from safetensors.torch import save_file
 

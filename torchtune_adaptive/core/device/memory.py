@@ -24,6 +24,7 @@ _OUT_OF_MEMORY_TEXTS = (
     "CUDA out of memory",
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",  # expandable segments
+    "CUDA Error: out of memory",  # vLLM, when it wakes up
     "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     # On a full device. Or on one that a kernel has left broken: then the next call says so, and is a bug.
