@@ -76,7 +76,7 @@ def quantized(kind: str) -> Any:
     bits = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_compute_dtype=torch.bfloat16,
         bnb_4bit_quant_storage=torch.float32,  # or FSDP2 has parameters of several types in a layer
     )
     # On some CPUs, a forward pass in evaluation mode would round the weights of what it packs for a kernel.
