@@ -1,12 +1,14 @@
-"""The cells of the table of trainers: each a training of the plain trainer and of ours, on two ranks."""
+"""The cells of ``docs/results/trainer_table.md``: the plain trainer and ours, on two ranks."""
 
 from __future__ import annotations
 
+import math
+import re
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
+from peft import get_peft_model
 from transformers import TrainerCallback
 
 from tests.integrations.real.trainers import (
@@ -15,22 +17,25 @@ from tests.integrations.real.trainers import (
     llama,
     lora,
     make,
+    on_ranks,
     result,
     saved,
     texts,
     tokens,
 )
-from tests.integrations.real.ways import FSDP2, WAYS, fsdp2_on_cpu
+from tests.integrations.real.ways import WAYS, fsdp2_on_cpu
 from torchtune_adaptive import UsageError
 from torchtune_adaptive.integrations import Adaptive
 
 CLOSE = 1e-6
 LIMIT = 120.0
 """Seconds that the trainings of a cell may take."""
+FOUND = {"memory_limit": "1GiB", "ceiling": 4}
+"""Options with which a search finds the micro-batch that the plain trainer has."""
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "TRL's defaults": {"bf16": True, "gradient_checkpointing": True},
+    "one batch in a step": {},
+    "bf16, checkpointing": {"bf16": True, "gradient_checkpointing": True},
     "LoRA": {"adapters": True},
     "QLoRA": {"adapters": True, "quantized": True, "bf16": True},
     "packing": {"packing": True, "max_length": 16},
@@ -39,10 +44,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "resume": {"save_strategy": "steps", "save_steps": 2},
     "callbacks": EVALUATED,
     "accumulation": {"gradient_accumulation_steps": 4},
-    "accumulation, `sync_each_batch=False`": {"gradient_accumulation_steps": 4},
+    "accumulation, reduced once": {"gradient_accumulation_steps": 4},
+    "accumulation, larger": {"gradient_accumulation_steps": 4},
 }
-FOUND = {"memory_limit": "1GiB", "ceiling": 4}
-"""Options with which a search finds the micro-batch that the plain trainer has."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "compile": {"search": False},  # what is compiled runs eager where memory is limited on a CPU
+    "accumulation, reduced once": FOUND | {"sync_each_batch": False},
+    "accumulation, larger": {"memory_limit": "1GiB"},
+}
+"""Options of a setting, where they are others than ``FOUND``."""
 
 
 class Watching(TrainerCallback):  # type: ignore[misc]
@@ -86,56 +96,77 @@ def quantized(kind: str) -> Any:
         return saved(llama(kind, **head), folder, quantization_config=bits, dtype=torch.float32)
 
 
-def trained(
-    trainer: str, way: str, setting: str, options: Adaptive | None, folder: str
-) -> list[Result]:
-    """A training, and where the setting says so, one that is resumed from its checkpoint."""
-    settings = SETTINGS[setting] | WAYS[way]
+def settings_of(trainer: str, way: str, setting: str) -> dict[str, Any]:
+    """What a trainer is made with."""
+    settings = {"gradient_accumulation_steps": 1} | SETTINGS[setting] | WAYS[way]
     classifies = trainer == "reward"
-    adapters = settings.pop("adapters", False)
     if settings.pop("quantized", False):
         kind = "LlamaForSequenceClassification" if classifies else "LlamaForCausalLM"
         settings["model"] = quantized(kind)
-    if adapters:
-        settings["peft_config"] = lora("SEQ_CLS" if classifies else "CAUSAL_LM")
-    if adapters and trainer == "trainer":
-        from peft import get_peft_model
-
-        model, config = settings.pop("model", None) or llama(), settings.pop("peft_config")
-        settings["model"] = get_peft_model(model, config)
+    if settings.pop("adapters", False):
+        config = lora("SEQ_CLS" if classifies else "CAUSAL_LM")
+        if trainer == "trainer":
+            settings["model"] = get_peft_model(settings.get("model") or llama(), config)
+        else:
+            settings["peft_config"] = config
     if "packing" in settings:
         settings["data"] = texts("text", count=200)
     if "eval_strategy" in settings:
-        columns = NAMES.get(trainer, ("prompt",))
-        rows = tokens(16) if trainer == "trainer" else texts(*columns, count=16)
+        rows = (
+            tokens(16)
+            if trainer == "trainer"
+            else texts(*NAMES.get(trainer, ("prompt",)), count=16)
+        )
         if trainer == "kto":
             rows = rows.add_column("label", [number % 3 > 0 for number in range(len(rows))])
         settings["eval_dataset"] = rows
-    watching = Watching()
-    if setting == "callbacks":
-        settings["callbacks"] = [watching]
-    if "gradient_accumulation_steps" not in settings:
-        settings["gradient_accumulation_steps"] = 1
-    made = make(trainer, options, folder, **settings)
-    made.train()
-    results = [result(made)]
-    results[0].more["seen"] = watching.seen
-    if setting == "resume":
-        again = make(trainer, options, folder, **settings)
-        again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-        results.append(result(again))
-    return results
+    return settings
+
+
+def trained(
+    trainer: str, way: str, setting: str, options: Adaptive | None, folder: str
+) -> list[Result]:
+    """The result of a training and, of ``resume``, that of one that goes on from its checkpoint."""
+    if way == "fsdp2":
+        fsdp2_on_cpu()
+    found = []
+    for checkpoint in [None, f"{folder}/checkpoint-2"][: 2 if setting == "resume" else 1]:
+        settings = settings_of(trainer, way, setting)
+        watching = Watching()
+        if setting == "callbacks":
+            settings["callbacks"] = [watching]
+        made = make(trainer, options, folder, **settings)
+        made.train(resume_from_checkpoint=checkpoint)
+        found.append(result(made))
+        found[-1].more["seen"] = watching.seen
+    return found
+
+
+def beside_plain(trainer: str, way: str, setting: str, folder: str) -> float | str:
+    """How far ours is from the plain trainer, or why it is refused."""
+    plain = trained(trainer, way, setting, None, f"{folder}/plain")
+    options = Adaptive(**OPTIONS.get(setting, FOUND))
+    try:
+        ours = trained(trainer, way, setting, options, f"{folder}/ours")
+    except UsageError as refused:
+        return str(refused)
+    assert all(
+        (each.sizes == (4, 4)) == (options.ceiling == 4 or not options.search) for each in ours
+    )
+    return max(map(far, ours, plain))
 
 
 def far(one: Result, other: Result) -> float:
-    """The largest difference of weights, of what was logged and of what callbacks saw; for numbers beyond
-    1, relative. Equal to the bit is 0."""
-    a, b = ((each.without_times(), each.more.get("seen")) for each in (one, other))
+    """The largest difference of weights, of what was logged and of what callbacks saw, which is relative for
+    numbers beyond 1; 0 only if all is equal to the bit."""
+    a, b = ((each.without_times(), each.more["seen"]) for each in (one, other))
     if torch.equal(one.weights, other.weights) and repr(a) == repr(b):
         return 0.0
-    x, y = (torch.tensor(numbers(each), dtype=torch.float64) for each in (a, b))
-    x, y = torch.cat([x, one.weights.double()]), torch.cat([y, other.weights.double()])
-    return max(float(((x - y).abs() / y.abs().clamp(min=1)).max()), 1e-300)
+    x, y = (
+        torch.cat([torch.tensor(numbers(of), dtype=torch.float64), each.weights.double()])
+        for of, each in ((a, one), (b, other))
+    )
+    return float(((x - y).abs() / y.abs().clamp(min=1)).max()) or math.inf
 
 
 def numbers(value: Any) -> list[float]:
@@ -144,30 +175,29 @@ def numbers(value: Any) -> list[float]:
         value = [*value.values()]
     if isinstance(value, (list, tuple)):
         return [number for each in value for number in numbers(each)]
-    try:
-        return [float(value)]
-    except (TypeError, ValueError):
-        return []
+    return [float(value)] if isinstance(value, (int, float)) else []
 
 
-def beside(trainer: str, way: str, setting: str, folder: str) -> float | str:
-    """How far ours is from the plain trainer, or why it is refused."""
-    if way == "fsdp2":
-        fsdp2_on_cpu()
-    plain = trained(trainer, way, setting, None, f"{folder}/plain")
-    more: dict[str, Any] = {"search": False} if setting == "compile" else FOUND
-    if "sync_each_batch" in setting:
-        more = more | {"sync_each_batch": False}
-    try:
-        ours = trained(trainer, way, setting, Adaptive(**more), f"{folder}/ours")
-    except UsageError as refused:
-        return str(refused)
-    assert all(each.sizes == (4, 4) for each in ours), [each.sizes for each in ours]
-    return max(far(*pair) for pair in zip(ours, plain, strict=True))
+def outcome(trainer: str, way: str, setting: str) -> tuple[str, str]:
+    """What a cell says, and why where that needs a reason."""
+    with tempfile.TemporaryDirectory() as folder:
+        cell = (trainer, way, setting)
+        try:
+            seen = on_ranks(beside_plain, 2, *cell, folder, timeout=LIMIT)
+        except AssertionError as failed:
+            try:
+                on_ranks(trained, 2, *cell, None, f"{folder}/alone", timeout=LIMIT)
+            except AssertionError as alone:
+                return "the plain trainer fails", last_error(alone)
+            return "fails", last_error(failed)
+    refused = [each for each in seen if isinstance(each, str)]
+    if refused:
+        return "refused", refused[0]
+    most = max(seen)
+    return "equal" if most == 0 else "1e-6" if most <= CLOSE else f"{most:.0e}", ""
 
 
-def alone(trainer: str, way: str, setting: str, folder: str) -> None:
-    """The plain trainer."""
-    if way == "fsdp2":
-        fsdp2_on_cpu()
-    trained(trainer, way, setting, None, folder)
+def last_error(failed: AssertionError) -> str:
+    """What a rank has died of, or that it was not done in time."""
+    lines = [line for line in str(failed).splitlines() if re.match(r"\w*(Error|Exception)\b", line)]
+    return (lines or str(failed).splitlines())[0]
