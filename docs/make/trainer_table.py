@@ -1,4 +1,4 @@
-"""``docs/results/trainer_table.md``, made by running each of its cells: the plain trainer and ours, on 2 ranks.
+"""``docs/results/trainer_table.md``, made by running its cells: the plain trainer and ours, on two ranks.
 
 python docs/make/trainer_table.py
 
@@ -48,28 +48,30 @@ SETTINGS = {
     "accumulation": "4 batches in a step; FSDP2 reduces the gradients of each micro-batch, and accelerate "
     "their sum",
     "accumulation, reduced once": "`Adaptive(sync_each_batch=False)`: FSDP2 reduces as accelerate does",
-    "accumulation, larger": "the search finds larger micro-batches, so sums have another order",
+    "accumulation, larger": "the search finds larger micro-batches, so sums have another order; compared are "
+    "weights, losses, gradient norms and learning rates, not [metrics of batches](../trainers.md#limits)",
 }
 _HEAD = """# Each trainer beside the plain one
 
-Made by running every cell on a CPU, on 2 processes: a tiny Llama is trained by the plain trainer and by
-`adaptive(...)` of it, and their weights and all that they log but times are compared, on each process. A search
-comes before the first step. But for the last row, it finds the micro-batch that the plain trainer has, so what
-is compared is undisturbed: no memory is lost. KTO has the loss `apo_zero_unpaired`, because its default is
-[refused](../trainers.md#what-is-refused).
+Each cell was run on a CPU, on 2 processes: the plain trainer and `adaptive(...)` of it train a tiny Llama, and
+on each process their weights, and all that they log but times, are compared. A search comes before the first
+step. In all rows but the last it finds the micro-batch that the plain trainer has, and memory is never lost.
 
 With {versions}.
 
 - *equal*: to the bit. *1e-6*: the largest difference is at most that; of numbers beyond 1, it is relative.
 - *-*: there is no such setting, or it has no effect. *not tried*: it needs a package that was missing.
+
+KTO has the loss `apo_zero_unpaired`, because its default is [refused](../trainers.md#what-is-refused).
 """
 _TAIL = """
-    python docs/make/trainer_table.py
+On CPUs with AVX-512 BF16, bitsandbytes rounds 4-bit weights once more when a model is evaluated. That is
+switched off here; no GPU does it. Its `bnb_4bit_compute_dtype` is bfloat16.
 
-Nothing here has run on a GPU. On CPUs with AVX-512 BF16, bitsandbytes rounds 4-bit weights anew in a forward
-pass in evaluation mode; that is switched off here, because there is no such thing on a GPU. Its
-`bnb_4bit_compute_dtype` is bfloat16, as are adapters of TRL. With memory lost, and one process, see the
-[tests](../../tests/integrations/real).
+Nothing here has run on a GPU. What happens when memory is lost is in the
+[tests](../../tests/integrations/real), not in this table.
+
+    python docs/make/trainer_table.py
 """
 
 

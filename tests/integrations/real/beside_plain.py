@@ -12,6 +12,7 @@ from peft import get_peft_model
 from transformers import TrainerCallback
 
 from tests.integrations.real.trainers import (
+    LOGGED,
     NAMES,
     Result,
     llama,
@@ -153,13 +154,17 @@ def beside_plain(trainer: str, way: str, setting: str, folder: str) -> float | s
     assert all(
         (each.sizes == (4, 4)) == (options.ceiling == 4 or not options.search) for each in ours
     )
-    return max(map(far, ours, plain))
+    names = LOGGED if setting == "accumulation, larger" else ()
+    return max(far(*pair, *names) for pair in zip(ours, plain, strict=True))
 
 
-def far(one: Result, other: Result) -> float:
-    """The largest difference of weights, of what was logged and of what callbacks saw, which is relative for
-    numbers beyond 1; 0 only if all is equal to the bit."""
-    a, b = ((each.without_times(), each.more["seen"]) for each in (one, other))
+def far(one: Result, other: Result, *names: str) -> float:
+    """The largest difference of weights, of what was logged, or of it what has these names, and of what
+    callbacks saw, which is relative for numbers beyond 1; 0 only if all is equal to the bit."""
+    a, b = (
+        (each.column(*names) if names else each.without_times(), each.more["seen"])
+        for each in (one, other)
+    )
     if torch.equal(one.weights, other.weights) and repr(a) == repr(b):
         return 0.0
     x, y = (
@@ -193,8 +198,17 @@ def outcome(trainer: str, way: str, setting: str) -> tuple[str, str]:
     refused = [each for each in seen if isinstance(each, str)]
     if refused:
         return "refused", refused[0]
-    most = max(seen)
-    return "equal" if most == 0 else "1e-6" if most <= CLOSE else f"{most:.0e}", ""
+    return in_words(max(seen)), ""
+
+
+def in_words(most: float) -> str:
+    """A difference, rounded up."""
+    if most == 0:
+        return "equal"
+    if not math.isfinite(most):
+        return "differs"
+    exponent = math.floor(math.log10(most))
+    return "1e-6" if most <= CLOSE else f"{math.ceil(most / 10**exponent)}e{exponent}"
 
 
 def last_error(failed: AssertionError) -> str:
