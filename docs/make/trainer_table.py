@@ -53,9 +53,10 @@ SETTINGS = {
 }
 _HEAD = """# Each trainer beside the plain one
 
-Each cell was run on a CPU, on 2 processes: the plain trainer and `adaptive(...)` of it train a tiny Llama, and
-on each process their weights, and all that they log but times, are compared. A search comes before the first
-step. In all rows but the last it finds the micro-batch that the plain trainer has, and memory is never lost.
+Each cell was run on a CPU, on 2 processes: the plain trainer and `adaptive(...)` of it train a tiny Llama,
+and on each process their weights, and all that they log but times, are compared. A search comes before the
+first step. In all rows but the last it finds the micro-batch that the plain trainer has, and memory is never
+lost.
 
 With {versions}.
 
