@@ -66,8 +66,9 @@ With {versions}.
 KTO has the loss `apo_zero_unpaired`, because its default is [refused](../trainers.md#what-is-refused).
 """
 _TAIL = """
-On CPUs with AVX-512 BF16, bitsandbytes rounds 4-bit weights once more when a model is evaluated. That is
-switched off here; no GPU does it. Its `bnb_4bit_compute_dtype` is bfloat16.
+On CPUs with AVX-512 BF16, bitsandbytes packs 4-bit weights in an evaluation, for good, for a kernel through
+which no gradient passes: the plain trainer learns nothing after it. No GPU does that, and here it is switched
+off. `bnb_4bit_compute_dtype` is bfloat16.
 
 Nothing here has run on a GPU. What happens when memory is lost is in the
 [tests](../../tests/integrations/real), not in this table.

@@ -90,7 +90,7 @@ def quantized(kind: str) -> Any:
         bnb_4bit_compute_dtype=torch.bfloat16,
         bnb_4bit_quant_storage=torch.float32,  # or FSDP2 has parameters of several types in a layer
     )
-    # On some CPUs, a forward pass in evaluation mode would round the weights of what it packs for a kernel.
+    # On some CPUs, weights would be packed in evaluation for a kernel that has no gradient.
     bitsandbytes.nn.modules.has_avx512bf16 = lambda: False
     head = {"num_labels": 1} if kind == "LlamaForSequenceClassification" else {}
     with tempfile.TemporaryDirectory() as folder:
