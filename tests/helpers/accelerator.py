@@ -276,6 +276,7 @@ OUT_OF_MEMORY = [
     torch.AcceleratorError("CUDA error: out of memory"),
     RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
     RuntimeError("CUDA driver error: out of memory"),  # expandable segments
+    RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62"),  # vLLM
     RuntimeError(f'{NVML} "../c10/cuda/CUDACachingAllocator.cpp":1131, please report a bug'),
     RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("Triton Error [HIP]: out of memory"),

@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 
 from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.integrations import private
 from torchtune_adaptive.integrations.row_step import OnHost
 from torchtune_adaptive.integrations.terms import Terms, TermsFinder
 from torchtune_adaptive.library import AdaptiveStep
@@ -49,6 +50,7 @@ def terms_of_loss(
             ),
             # Not compiled for these few shapes, and yet by way of what shards the model, maybe outside.
             torch.compiler.set_stance("force_eager"),
+            private.unpacked(bare),
             trainer.compute_loss_context_manager(),
         ):
             return [float(trainer.compute_loss(model, inputs, num_items_in_batch=divisor))]

@@ -45,6 +45,21 @@ def logged(trainer: Any, losses: Iterable[float]) -> torch.Tensor:
     return total - before
 
 
+@contextmanager
+def unpacked(model: torch.nn.Module) -> Iterator[None]:
+    """A context in which a forward pass in evaluation mode leaves the 4-bit weights of bitsandbytes (0.50) as
+    they are. On some CPUs it packs them, for good, for a kernel through which no gradient passes."""
+    name = "support_avx512bf16_for_cpu"
+    packing = [module for module in model.modules() if getattr(module, name, False)]
+    for module in packing:
+        setattr(module, name, False)
+    try:
+        yield
+    finally:
+        for module in packing:
+            setattr(module, name, True)
+
+
 def metrics_in(attributes: Mapping[str, Any], mode: str) -> dict[str, list[float]]:
     """The metrics of training or evaluation, ``train`` or ``eval``, that a trainer of TRL (1.9 to 1.16)
     averages when it logs, given its attributes."""

@@ -250,7 +250,7 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
             settings = {"loss_type": "apo_zero_unpaired"} | settings
         arguments = {"processing_class": tokenizer(), "train_dataset": data} | arguments
         settings = {"max_length": 64} | settings
-    if kind == "reward":
+    if kind == "reward" and model is None:
         model = llama("LlamaForSequenceClassification", num_labels=1, **config)
     elif (
         kind in ("dpo", "kto")
@@ -264,15 +264,15 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
     return trainer_class(model=model or llama(**config), **arguments)
 
 
-def saved(model: Any, folder: str) -> Any:
-    """The model, loaded from a folder in which it is saved, by this rank."""
+def saved(model: Any, folder: str, **settings: Any) -> Any:
+    """The model, loaded with settings from a folder in which it is saved, by this rank."""
     from safetensors.torch import save_file
 
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # of a training before: only rank 0 would load
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     save_file(model.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
-    return type(model).from_pretrained(folder)
+    return type(model).from_pretrained(folder, **settings)
 
 
 def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
