@@ -181,16 +181,17 @@ def test_what_does_not_fit_says_what_would(device: str, may_change: str) -> None
         assert int(said) < ROWS
 
 
-def resumed(device: str) -> tuple[int, int, str]:
+def resumed(device: str, checkpointing: str) -> tuple[int, int, str]:
     run, _ = run_of(device)
-    known = next(one for one in possible_choices(run[0]) if one[CHECKPOINT] == "every_2")
+    known = possible_choices(run[0])[0] | {CHECKPOINT: checkpointing}
     report = find_fastest(*run, known=dict(known))  # as a checkpoint has it
     return len(report.tried), len(report.timed), step_of(run).options.switches.choice[CHECKPOINT]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_resumed_run_keeps_its_choice_after_one_trial(device: str) -> None:
-    assert run_ranks(resumed, 1, device) == [(1, 1, "every_2")]
+@pytest.mark.parametrize("checkpointing", ["3_of_4", "every_2"])  # the latter by an earlier version
+def test_a_resumed_run_keeps_its_choice_after_one_trial(device: str, checkpointing: str) -> None:
+    assert run_ranks(resumed, 1, device, checkpointing) == [(1, 1, checkpointing)]
 
 
 def without_host_memory() -> tuple[bool, int, bool]:

@@ -33,7 +33,7 @@ KEEPS_WEIGHTS = (
     "is counted"
 )
 _MOST_TRACED = 10
-"""Number of candidates that are traced at most, for each model that has to be built."""
+"""Number of candidates that are traced at most once one fits, for each model that has to be built."""
 _CLOSE = 0.005
 """Share by which an estimate may exceed the best and still be checked by a trace."""
 _SAME = 0.002
@@ -158,21 +158,24 @@ def traced_until_one_fits(
         line = {each: peak for each, peak in peaks.items() if peak is not None}
         return next((each for each in line if line[each] <= usable_bytes), [*line][-1])
 
-    def trace_until_one_fits(choices: list[Choice], no_slower_than: float = inf) -> float:
-        best = inf
+    def best_of(choices: list[Choice]) -> float:
+        seen = (traced[one] for one in choices if one in traced)
+        return min((one.seconds for one in seen if one.reserved <= usable_bytes), default=inf)
+
+    def trace_until_one_fits(choices: list[Choice], no_slower_than: float = inf) -> None:
+        one_fits = False
         for one in choices:
-            if estimated[one] > min(best * (1 + _CLOSE), no_slower_than):
+            if estimated[one] > min(best_of(choices) * (1 + _CLOSE), no_slower_than):
                 break
-            if len(traced) >= _MOST_TRACED and best < inf:
+            if len(traced) >= _MOST_TRACED and one_fits:
                 break
             while known.fits(one) is None and (each := next_to_trace(one)) is not None:
-                found = traced[each] = steps.traced(each)
-                fits = found.reserved <= usable_bytes
-                known.learn(each, fits)
-                best = min(best, found.seconds) if fits else best
-        return best
+                traced[each] = steps.traced(each)
+                known.learn(each, traced[each].reserved <= usable_bytes)
+            one_fits = one_fits or bool(known.fits(one))
 
-    best = trace_until_one_fits(ranked)
+    trace_until_one_fits(ranked)
+    best = best_of(ranked)
     if best < inf and steps.many_sizes:  # its own size is preferred to one that is hardly faster
         own_size = [one for one in ranked if steps.has_own_size(one)]
         trace_until_one_fits(own_size, best * (1 + Speed.CLOSE))
