@@ -165,9 +165,8 @@ def traced_until_one_fits(
     def trace_until_one_fits(choices: list[Choice], no_slower_than: float = inf) -> None:
         one_fits = False
         for one in choices:
-            if estimated[one] > min(best_of(choices) * (1 + _CLOSE), no_slower_than):
-                break
-            if len(traced) >= _MOST_TRACED and one_fits:
+            enough = len(traced) >= _MOST_TRACED or estimated[one] > best_of(choices) * (1 + _CLOSE)
+            if estimated[one] > no_slower_than or (one_fits and enough):
                 break
             while known.fits(one) is None and (each := next_to_trace(one)) is not None:
                 traced[each] = steps.traced(each)
