@@ -6,7 +6,7 @@ from math import log2
 
 import pytest
 
-from torchtune_adaptive.core.search.ways import WaysThatFit
+from torchtune_adaptive.core.search.strategies import WaysThatFit
 
 Way = tuple[int, int]
 """The number of something that is done over again, and whether another thing saves memory, too."""

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.search import strategies
     from torchtune_adaptive.core.search.probe import Probe
     from torchtune_adaptive.core.search.trial import SizeTrial
-    from torchtune_adaptive.core.search.ways import WaysThatFit
     from torchtune_adaptive.core.sizes.noise import NoiseScale, NoiseSums
     from torchtune_adaptive.core.sizes.packing import Budget
     from torchtune_adaptive.core.sizes.recovery import Recovery

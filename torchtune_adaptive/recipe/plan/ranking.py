@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.core import Choice, WaysThatFit, knobs
+from torchtune_adaptive.core import Choice, knobs, strategies
 from torchtune_adaptive.planner import Speed, StepsByChoice, TracedStep
 from torchtune_adaptive.recipe.plan.predict import Prediction
 from torchtune_adaptive.recipe.plan.query import Query
@@ -139,7 +139,9 @@ def traced_until_one_fits(
 ) -> dict[Choice, TracedStep]:
     """Trace candidates, from the one that should be fastest, until no other can beat one that fits."""
     traced: dict[Choice, TracedStep] = {}
-    known: WaysThatFit[Choice] = WaysThatFit(Choice.needs_as_much_as, Choice.of_any_layers)
+    known: strategies.WaysThatFit[Choice] = strategies.WaysThatFit(
+        Choice.needs_as_much_as, Choice.of_any_layers
+    )
     known.too_large += [one.choice for one in steps.leanest if one.reserved > usable_bytes]
     if steps.many_sizes:
         known.too_large += _sizes_that_are_too_large(steps, ranked, usable_bytes)

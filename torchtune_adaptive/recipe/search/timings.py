@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import mean, median, quantiles
 from typing import Generic, TypeVar
 
-from torchtune_adaptive.core import WaysThatFit
+from torchtune_adaptive.core import strategies
 
 Way = TypeVar("Way")
 
@@ -33,11 +33,11 @@ def fitting(
         ranked: the ways, from the one that should be fastest.
         fits: a function that tries one; it remembers what it has tried.
         needs_as_much: a test whether the first of two ways certainly needs no less memory than the second.
-        line: the line that a way is in, as in ``WaysThatFit``.
+        line: the line that a way is in, as in ``strategies.WaysThatFit``.
         most: the number of ways that are wanted.
     """
     found: list[Way] = []
-    known = WaysThatFit(needs_as_much, line)
+    known = strategies.WaysThatFit(needs_as_much, line)
     for way in ranked:
         if len(found) == most:
             break
