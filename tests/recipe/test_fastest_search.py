@@ -23,7 +23,13 @@ from tests.helpers.knobs import differs
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.common.errors import ConfigError, NothingFits
 from torchtune_adaptive.core.device.memory import Usage
-from torchtune_adaptive.core.step.knobs import CHECKPOINT, MICRO_BATCH, OFFLOADING, Choice
+from torchtune_adaptive.core.step.knobs import (
+    CHECKPOINT,
+    MICRO_BATCH,
+    OFFLOADING,
+    Choice,
+    first_layers,
+)
 from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport
 from torchtune_adaptive.recipe.search.fastest_search import (
@@ -32,7 +38,7 @@ from torchtune_adaptive.recipe.search.fastest_search import (
     possible_choices,
     to_begin_with,
 )
-from torchtune_adaptive.recipe.settings.knob_table import changes
+from torchtune_adaptive.recipe.settings.knob_table import changes, rough_cost
 from torchtune_adaptive.recipe.setup import offloading
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
@@ -156,6 +162,27 @@ def test_what_is_chosen_is_exact_was_tried_and_is_not_slower(
     for change in changes(report.own, report.chosen):
         assert str(change) in text
     assert report.overrides().endswith("use_fastest_configuration=False")
+
+
+def of_twelve_layers(fewest: int) -> tuple[str, int, int]:
+    """What is chosen where memory allows no fewer checkpointed layers; the trials, and all choices."""
+    run, _ = run_of("cpu", layers=12, may_change=(CHECKPOINT,))
+    memory: Any = step_of(run).memory
+    table = {one[CHECKPOINT]: usage for one, (usage, _) in every_choice(run, timed=False).items()}
+    memory.limit = table[first_layers(fewest, 12)].peak_bytes
+    assert table[first_layers(fewest - 1, 12)].peak_bytes > memory.limit
+    # Last what keeps operations: it needs less memory here than most, and it is not what this is about.
+    ranked = [(one, rough_cost(one)) for one in possible_choices(run[0])]
+    order = sorted(ranked, key=lambda one: (one[0][CHECKPOINT] == "operations", one[1]))
+    report = find_fastest(*run, rank=lambda length, capacity: order)
+    return report.chosen[CHECKPOINT], len(report.tried), len(table)
+
+
+@pytest.mark.parametrize("fewest", [1, 5, 11])
+def test_the_fewest_layers_that_fit_are_found_in_few_trials(fewest: int) -> None:
+    [(chosen, tried, possible)] = run_ranks(of_twelve_layers, 1, fewest)
+    assert (chosen, possible) == (f"{fewest}_of_12", 14)
+    assert tried <= 7
 
 
 def in_too_little_memory(device: str, may_change: str) -> str:
