@@ -31,10 +31,11 @@ from torchtune_adaptive.core.step.knobs import (
     OFFLOADING,
     RECOMPUTE_LOSS,
     Choice,
+    checkpointed_share,
 )
 from torchtune_adaptive.recipe.plan import background
 from torchtune_adaptive.recipe.registry import load_config
-from torchtune_adaptive.recipe.search.timings import fastest
+from torchtune_adaptive.recipe.search.timings import fastest, fitting
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 from torchtune_adaptive.recipe.tracing.self_check import _real_kind, _real_step
@@ -94,7 +95,8 @@ def measure(model: str) -> list[dict[str, Any]]:
         return time.process_time() - started
 
     found: list[dict[str, Any]] = []
-    for choice in choices(Asked.of(cfg), 1, "rounding", switches_only=True):
+    layers = step.options.switches.layers
+    for choice in choices(Asked.of(cfg), 1, "rounding", layers=layers, switches_only=True):
         step.switch(choice)
         if not found:
             take(choice)  # the optimizer creates its state
@@ -138,13 +140,13 @@ def regrets(table: list[dict[str, Any]], own: Choice, predicted: dict[str, float
     timed = {name_of(one["choice"]): one["seconds"][0] for one in table}
     true = {name_of(one["choice"]): median(one["seconds"][1]) for one in table}
     peaks = {name_of(one["choice"]): one["peak"] for one in table}
-    by_name = {name_of(one["choice"]): one["choice"] for one in table}
-    repeated = {"none": 0.0, "operations": 0.02, "every_4": 0.25, "every_3": 1 / 3}
-    repeated |= {"every_2": 0.5, "all": 1.0}
+    by_name = {name_of(one["choice"]): Choice(one["choice"]) for one in table}
 
     def flops(name: str) -> tuple[float, float]:
         choice = by_name[name]
-        return repeated[choice[CHECKPOINT]] + 0.1 * choice[RECOMPUTE_LOSS], -choice[MICRO_BATCH]
+        by_operation = 0.02 * (choice[CHECKPOINT] == "operations")
+        repeated = float(checkpointed_share(choice[CHECKPOINT])) + by_operation
+        return repeated + 0.1 * choice[RECOMPUTE_LOSS], -choice[MICRO_BATCH]
 
     def shipped_but(name: str) -> bool:
         return {**by_name[name], MICRO_BATCH: 0} == {**own, MICRO_BATCH: 0}
@@ -155,7 +157,13 @@ def regrets(table: list[dict[str, Any]], own: Choice, predicted: dict[str, float
     def best_in_trials(fit: list[str], ranked: list[str]) -> str:
         """The choice that a run makes."""
         mine = name_of(own) if name_of(own) in fit else None
-        first = [name for name in ranked if name != mine][:TRIALS]
+        first = fitting(
+            [name for name in ranked if name != mine],
+            lambda name: True,
+            lambda some, others: by_name[some].needs_as_much_as(by_name[others]),
+            lambda name: by_name[name].of_any_layers(),
+            TRIALS,
+        )
         steps = {name: iter(timed[name]) for name in fit}
         best, _ = fastest(
             [mine, *first] if mine else first,

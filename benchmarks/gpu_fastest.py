@@ -28,7 +28,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.core.device.accelerator import device_memory
 from torchtune_adaptive.core.device.memory import DeviceMemory, is_out_of_memory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
-from torchtune_adaptive.core.step.knobs import MICRO_BATCH
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, MICRO_BATCH, checkpointed_share
 from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
@@ -59,7 +59,10 @@ def measure(cfg: DictConfig, length: int, capacity: int, seconds: float) -> list
     step = build_step(cfg, 1, memory)
     take(step, 1, length)  # the optimizer creates its state
     found = []
-    for choice in choices(Asked.of(cfg), 1, "rounding", switches_only=True):
+    layers = step.options.switches.layers
+    for choice in choices(Asked.of(cfg), 1, "rounding", layers=layers, switches_only=True):
+        if checkpointed_share(choice[CHECKPOINT]) * 4 % 1:
+            continue  # of how many layers, quarters are enough to compare
         step.switch(choice)
         try:
             peak = peak_of(step, memory, choice[MICRO_BATCH], length)

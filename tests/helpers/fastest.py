@@ -108,10 +108,10 @@ Run = tuple[Prober, RowsToTry]
 
 
 def run_of(
-    device: str, kind: str = "full", memory: Memory | None = None, **settings: Any
+    device: str, kind: str = "full", memory: Memory | None = None, layers: int = 4, **settings: Any
 ) -> tuple[Run, Any]:
     batch = {"batch_size": ROWS, "gradient_accumulation_steps": 1}
-    cfg = config_of(kind, "fp32", 0.0, device=device, **batch)
+    cfg = config_of(kind, "fp32", 0.0, device=device, **batch, **{"model.num_layers": layers})
     trained = Training(cfg, memory or memory_of(device))
     numbers = random.Random(0)
     rows = [[numbers.randrange(16) for _ in range(numbers.randrange(8, LENGTH))] for _ in range(64)]

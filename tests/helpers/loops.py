@@ -97,7 +97,7 @@ class Training:
             clip_grad_norm=clip_grad_norm,
             switches=switches_of(self.model, objective) if switches else Switches(),
         )
-        self._switched = self.step.options.switches.choice
+        self.switched = self.step.options.switches.choice
         self.dataset = _rows_of_many_lengths(rows * steps * self.ranks.size)
         self.snapshot = Snapshot(self.model, [self.optimizer], torch.device("cpu"))
         gc.freeze()  # or each collection after a failure would walk through all that is built
@@ -113,7 +113,7 @@ class Training:
     ) -> Trained:
         """Train from the start. ``before_step`` may arm a fault."""
         self.snapshot.close()
-        self.step.switch(self._switched)
+        self.step.switch(self.switched)
         trained = Trained()
         optimizers = Optimizers((self.optimizer,), self.optimizer)
         order = SampleOrder(len(self.dataset), self.ranks.size, shuffle=True)

@@ -178,7 +178,7 @@ def test_resumed_with_the_layers_of_before() -> None:
     other.step.load_state_dict(run.step.state_dict())
     assert other.step.state_dict() == run.step.state_dict()
     assert other.step.state_dict()["knobs"] == {
-        "adaptive_batching.activation_checkpointing": "3 of 8"
+        "adaptive_batching.activation_checkpointing": "3_of_8"
     }
     switched = recomputed(other)
     assert switched == ["everything"] * 3 + ["nothing"] * 5
@@ -194,5 +194,5 @@ def test_misuse() -> None:
         LayerCheckpointing([layer]).set(2)
     with pytest.raises(UsageError, match=r"^step: find_fastest chooses among layers"):
         find_fastest(Run, worst, rows=4)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"^activation_checkpointing: 3 of 8 cannot be used"):
-        LayerCheckpointing([layer]).use("3 of 8")
+    with pytest.raises(UsageError, match=r"^activation_checkpointing: 3_of_8 cannot be used"):
+        LayerCheckpointing([layer]).use("3_of_8")

@@ -15,6 +15,7 @@ from tests.helpers.faults import fail_at_each
 from tests.helpers.knobs import STEPS, Training, config_of, differs
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
+from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.step.failures import StepHalfApplied
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, RECOMPUTE_LOSS, RESHARD, Choice
@@ -34,7 +35,9 @@ def different_choices(
     for kind, dtype, dropout in models:
         cfg = config_of(kind, dtype, dropout, **keys)
         trained = Training(cfg)
-        own, *others = choices(Asked.of(cfg), trained.ranks.size, "exact", switches_only=True)
+        own, *others = choices(
+            Asked.of(cfg), trained.ranks.size, "exact", layers=4, switches_only=True
+        )
         expected = trained.train(own)
         assert not differs(expected, trained.train(own)), "training is not repeatable"
         assert len(set(expected[0])) == STEPS, "nothing was learnt"
@@ -83,9 +86,24 @@ def test_a_config_with_a_knob_trains_like_the_config_without() -> None:
         {"ac_mode": "selective", "ac_option": 2},
         {CHECKPOINT: "operations", RECOMPUTE_LOSS: True},
         {CHECKPOINT: "every_3", RESHARD: False},
+        {CHECKPOINT: "3_of_4", "enable_activation_checkpointing": True},
         {SHARDED_LAYERS: ["tok_embeddings", "output"]},
     ]
     assert run_ranks(built_differently, 2, {}, others) == [[False] * len(others)] * 2
+
+
+def built_for_another_model() -> str:
+    try:
+        Training(config_of("full", "fp32", 0.0, **{CHECKPOINT: "3_of_5"}))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_layers_of_another_model_are_refused() -> None:
+    (said,) = run_ranks(built_for_another_model, 1)
+    assert "3_of_5" in said and "a model of 5 layers, but this one has 4" in said
+    assert "Set it to all" in said
 
 
 class FailingAllocation(SimulatedMemory):
@@ -138,7 +156,7 @@ class FailingStep:
 
 EXACT_CHOICES = [
     Choice({CHECKPOINT: checkpoint, RESHARD: reshard, RECOMPUTE_LOSS: recompute})
-    for checkpoint in ("none", "every_2", "operations", "all")
+    for checkpoint in ("none", "1_of_2", "operations", "all")
     for reshard in (False, True)
     for recompute in (False, True)
 ]

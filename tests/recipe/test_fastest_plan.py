@@ -25,6 +25,7 @@ from torchtune_adaptive.recipe.plan.ranking import (
     chosen,
     merged,
     other_builds,
+    possible_choices,
     rank_candidates,
     steps_with,
     too_close_to_call,
@@ -51,8 +52,9 @@ def tiny_plan(*overrides: str, name: str = "tiny/full", device: str = "cpu") -> 
 def choices_at_many_limits(query: Query) -> tuple[list[tuple[float, int]], list[Any]]:
     """Seconds and peak of every candidate, each traced; and what is chosen at each limit."""
     may_change = MAY_CHANGE[query.asked["device"]]
-    candidates = choices(query.asked, 1, may_change, switches_only=True)
-    steps = steps_with(query, candidates, query.traces())
+    traces = query.traces()
+    candidates = possible_choices(query, may_change, traces)
+    steps = steps_with(query, candidates, traces)
     ranked, estimated = steps.ranked(candidates)
     every = [steps.traced(one) for one in candidates]
     peaks = sorted(one.reserved for one in every)
@@ -68,7 +70,7 @@ def choices_at_many_limits(query: Query) -> tuple[list[tuple[float, int]], list[
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_choice_equals_brute_force_at_every_limit(device: str) -> None:
-    plan = tiny_plan(device=device)
+    plan = tiny_plan("model.num_layers=6", device=device)
     with processes("torchtune_adaptive.recipe.plan.preload") as run:
         every, found = run(choices_at_many_limits, plan.query()).result(timeout=300)
     assert len(every) > 15 and len(found) >= 40

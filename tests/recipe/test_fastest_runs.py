@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import watch_ranks
 from tests.helpers.recipes import run_ours, tiny_config
-from tests.helpers.runs import run_with, train
+from tests.helpers.runs import ALL_KEPT, RESUME, assert_same_records, run_with, train, undisturbed
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, COMPILE
 from torchtune_adaptive.recipe.plan import background
 from torchtune_adaptive.recipe.registry import with_overrides
@@ -111,3 +112,20 @@ def test_split_layers_are_trained_in_the_way_that_was_chosen(ranks: int, tmp_pat
     same = {**CHOOSES, **split, **changed, "use_fastest_configuration": False}
     again = train("full", tmp_path / "again", ranks, **same)
     assert [step["loss"] for step in again] == [step["loss"] for step in chose]
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_some_layers_are_checkpointed_bit_for_bit_and_resumed(kind: str, tmp_path: Path) -> None:
+    """Also where a resumed run checkpoints others than the run before it."""
+    stopped = {"save_every_n_steps": 2, "max_steps_per_epoch": 3, **ALL_KEPT}
+    _, expected = undisturbed(kind, **stopped)
+    some = train(kind, tmp_path / "some", **stopped, **{CHECKPOINT: "3_of_4"})
+    assert_same_records(some, expected)
+    for path in (tmp_path / "some").glob("*epoch_*"):
+        if path.name != "epoch_0_step_2":
+            shutil.rmtree(path)
+    for checkpointing in ("3_of_4", "1_of_4"):
+        folder = tmp_path / checkpointing
+        shutil.copytree(tmp_path / "some", folder, symlinks=True)
+        again = train(kind, folder, **stopped, **RESUME, **{CHECKPOINT: checkpointing})
+        assert_same_records(again, expected[2:])

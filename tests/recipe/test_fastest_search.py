@@ -23,7 +23,13 @@ from tests.helpers.knobs import differs
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.common.errors import ConfigError, NothingFits
 from torchtune_adaptive.core.device.memory import Usage
-from torchtune_adaptive.core.step.knobs import CHECKPOINT, MICRO_BATCH, OFFLOADING, Choice
+from torchtune_adaptive.core.step.knobs import (
+    CHECKPOINT,
+    MICRO_BATCH,
+    OFFLOADING,
+    Choice,
+    first_layers,
+)
 from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport
 from torchtune_adaptive.recipe.search.fastest_search import (
@@ -32,7 +38,7 @@ from torchtune_adaptive.recipe.search.fastest_search import (
     possible_choices,
     to_begin_with,
 )
-from torchtune_adaptive.recipe.settings.knob_table import changes
+from torchtune_adaptive.recipe.settings.knob_table import changes, rough_cost
 from torchtune_adaptive.recipe.setup import offloading
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
@@ -158,6 +164,27 @@ def test_what_is_chosen_is_exact_was_tried_and_is_not_slower(
     assert report.overrides().endswith("use_fastest_configuration=False")
 
 
+def of_twelve_layers(fewest: int) -> tuple[str, int, int]:
+    """What is chosen where memory allows no fewer checkpointed layers; the trials, and all choices."""
+    run, _ = run_of("cpu", layers=12, may_change=(CHECKPOINT,))
+    memory: Any = step_of(run).memory
+    table = {one[CHECKPOINT]: usage for one, (usage, _) in every_choice(run, timed=False).items()}
+    memory.limit = table[first_layers(fewest, 12)].peak_bytes
+    assert table[first_layers(fewest - 1, 12)].peak_bytes > memory.limit
+    # Last what keeps operations: it needs less memory here than most, and it is not what this is about.
+    ranked = [(one, rough_cost(one)) for one in possible_choices(run[0])]
+    order = sorted(ranked, key=lambda one: (one[0][CHECKPOINT] == "operations", one[1]))
+    report = find_fastest(*run, rank=lambda length, capacity: order)
+    return report.chosen[CHECKPOINT], len(report.tried), len(table)
+
+
+@pytest.mark.parametrize("fewest", [1, 5, 11])
+def test_the_fewest_layers_that_fit_are_found_in_few_trials(fewest: int) -> None:
+    [(chosen, tried, possible)] = run_ranks(of_twelve_layers, 1, fewest)
+    assert (chosen, possible) == (f"{fewest}_of_12", 14)
+    assert tried <= 7
+
+
 def in_too_little_memory(device: str, may_change: str) -> str:
     run, _ = run_of(device, may_change=may_change)
     memory: Any = step_of(run).memory
@@ -181,16 +208,17 @@ def test_what_does_not_fit_says_what_would(device: str, may_change: str) -> None
         assert int(said) < ROWS
 
 
-def resumed(device: str) -> tuple[int, int, str]:
+def resumed(device: str, checkpointing: str) -> tuple[int, int, str]:
     run, _ = run_of(device)
-    known = next(one for one in possible_choices(run[0]) if one[CHECKPOINT] == "every_2")
+    known = possible_choices(run[0])[0] | {CHECKPOINT: checkpointing}
     report = find_fastest(*run, known=dict(known))  # as a checkpoint has it
     return len(report.tried), len(report.timed), step_of(run).options.switches.choice[CHECKPOINT]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_resumed_run_keeps_its_choice_after_one_trial(device: str) -> None:
-    assert run_ranks(resumed, 1, device) == [(1, 1, "every_2")]
+@pytest.mark.parametrize("checkpointing", ["3_of_4", "every_2"])  # the latter by an earlier version
+def test_a_resumed_run_keeps_its_choice_after_one_trial(device: str, checkpointing: str) -> None:
+    assert run_ranks(resumed, 1, device, checkpointing) == [(1, 1, checkpointing)]
 
 
 def without_host_memory() -> tuple[bool, int, bool]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +18,10 @@ from torchtune_adaptive.core.step.knobs import (
     OFFLOADING,
     RECOMPUTE_LOSS,
     Choice,
+    checkpointed_share,
+    first_layers,
 )
+from torchtune_adaptive.core.step.recompute import recomputed_layers
 from torchtune_adaptive.recipe.search.fastest_search import to_begin_with
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.asked import Asked
@@ -99,6 +104,7 @@ def test_activations_are_offloaded_from_cuda_where_there_are_no_images(
         ({"ac_mode": "selective", "ac_option": 2, "enable_activation_checkpointing": True}, "none"),
         ({CHECKPOINT: "every_2", "enable_activation_checkpointing": True}, "every_2"),
         ({CHECKPOINT: "none", "enable_activation_checkpointing": True}, "none"),
+        ({CHECKPOINT: "3_of_4"}, "3_of_4"),
     ],
 )
 def test_torchtunes_keys_for_checkpointing(keys: dict[str, Any], expected: str) -> None:
@@ -125,6 +131,10 @@ def test_overrides_can_be_typed() -> None:
     [
         ({CHECKPOINT: "every"}, CHECKPOINT),
         ({CHECKPOINT: "every_1"}, CHECKPOINT),
+        ({CHECKPOINT: "0_of_4"}, CHECKPOINT),
+        ({CHECKPOINT: "4_of_4"}, "K_of_N layers, e.g. 12_of_32"),
+        ({CHECKPOINT: "5_of_4"}, CHECKPOINT),
+        ({CHECKPOINT: "2 of 4"}, CHECKPOINT),
         ({CHECKPOINT: "operations", "compile": True}, CHECKPOINT),
         (
             {"adaptive_batching.recompute_loss": True, LOSS: WHOLE},
@@ -181,6 +191,14 @@ def test_what_is_certainly_leaner() -> None:
     assert lean.leaner_than(choice("every_2")) and choice("every_2").leaner_than(choice("every_4"))
     assert not choice("every_4").leaner_than(choice("every_2"))
     assert not choice("every_2").leaner_than(choice("operations"))
+    some = ["none", "1_of_4", "2_of_4", "3_of_4", "all"]
+    for more, fewer in pairwise(map(choice, some)):
+        assert fewer.leaner_than(more) and not more.leaner_than(fewer)
+    # Of as many layers the first are kept for the shortest time, and of others it is not certain.
+    assert choice("2_of_4").leaner_than(choice("every_2"))
+    assert not choice("every_2").leaner_than(choice("1_of_4"))
+    assert not choice("1_of_4").leaner_than(choice("operations"))
+    assert choice("operations").leaner_than(choice("none"))
     assert lean.needs_as_much_as(lean) and not lean.leaner_than(lean)
     assert moved.leaner_than(lean) and not again.leaner_than(lean) and not lean.leaner_than(again)
     allowed = [choice("none"), lean, again, moved]
@@ -188,6 +206,36 @@ def test_what_is_certainly_leaner() -> None:
     # The first steps of a search do not offload, unless nothing else fits.
     assert to_begin_with(allowed) == [lean, again, moved]
     assert to_begin_with([moved]) == [moved] and to_begin_with(allowed[:2]) == [lean]
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "expected"),
+    [
+        ("none", ""),
+        ("1_of_4", "1"),
+        ("3_of_4", "123"),
+        ("every_2", "24"),
+        ("every_3", "3"),
+        ("all", "1234"),
+    ],
+)
+def test_which_layers_are_checkpointed(checkpointing: str, expected: str) -> None:
+    parts = recomputed_layers(checkpointing, 4)
+    numbers = [str(n) for n, part in enumerate(parts, 1) if part == "everything"]
+    assert "".join(numbers) == expected and set(parts) <= {"everything", "nothing"}
+
+
+def test_any_number_of_layers_may_be_chosen() -> None:
+    asked = Asked.of(config())
+    found = {one[CHECKPOINT] for one in choices(asked, 1, (CHECKPOINT,), layers=5)}
+    assert found == {*(first_layers(count, 5) for count in range(6)), "operations"}
+    shares = [checkpointed_share(first_layers(count, 5)) for count in range(6)]
+    assert shares == [Fraction(count, 5) for count in range(6)]
+    assert checkpointed_share("operations") == 0
+    # Where their number is not known, and the config's own, as old configs have it.
+    old = Asked.of(config(**{CHECKPOINT: "every_3"}))
+    found = {one[CHECKPOINT] for one in choices(old, 1, (CHECKPOINT,))}
+    assert found == {"none", "operations", "all", "every_3"}
 
 
 def test_a_list_of_keys_is_read() -> None:

@@ -17,9 +17,10 @@ def test_the_first_that_fit_are_taken_and_what_cannot_fit_is_not_tried() -> None
 
     ranked = [9, 7, 10, 4, 8, 5, 1, 2, 3]
     # Numbers stand for memory: what failed at 7 cannot fit at 10 or 8.
-    assert fitting(ranked, fits, lambda one, other: one >= other, most=3) == [4, 5, 1]
-    assert tried == [9, 7, 4, 5, 1]
-    assert fitting(ranked, lambda way: False, lambda one, other: False, most=3) == []
+    assert fitting(ranked, fits, lambda one, other: one >= other, lambda way: way, most=3) == [4, 5]
+    # Nor is what only needs less than one that fits: 1, 2 and 3.
+    assert tried == [9, 7, 4, 4, 5, 5]
+    assert not fitting(ranked, lambda way: False, lambda one, other: False, lambda way: 0, most=3)
 
 
 def noisy(seconds: dict[str, float], noise: float, seed: int) -> object:

@@ -20,6 +20,7 @@ from tests.helpers.samples import Sample
 from torchtune_adaptive.common.errors import OutOfMemoryElsewhere, TrainingOutOfMemory
 from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE, Watchdog
 from torchtune_adaptive.core.sizes.recovery import Recovery
+from torchtune_adaptive.core.step.knobs import CHECKPOINT
 from torchtune_adaptive.recipe.train.history import MarkKind
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
@@ -101,9 +102,10 @@ def test_with_more_checkpointing_a_disturbed_run_keeps_its_bits(kind: str, sampl
         assert count["smaller"] <= count["tried"] * 0.1 + 2
 
 
-def fail_again_and_again(folder: Path, failures: int) -> dict[str, Any]:
+def fail_again_and_again(folder: Path, failures: int, checkpointing: str) -> dict[str, Any]:
     """Fail at the start of each attempt, until so many have failed."""
-    training = Training(rows=4, micro_batch=2, steps=1, switches=True)
+    training = Training(rows=4, micro_batch=2, steps=1, switches=True, layers=3)
+    training.switched |= {CHECKPOINT: checkpointing}
     counted = {"left": 0}
 
     class Always(OutOfMemoryAt):
@@ -131,8 +133,11 @@ def fail_again_and_again(folder: Path, failures: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_what_is_given_up_in_which_order_and_what_is_said(failures: int, tmp_path: Path) -> None:
-    (seen,) = run_ranks(fail_again_and_again, 1, tmp_path, failures)
+@pytest.mark.parametrize("before", ["none", "1_of_3"])
+def test_what_is_given_up_in_which_order_and_what_is_said(
+    before: str, failures: int, tmp_path: Path
+) -> None:
+    (seen,) = run_ranks(fail_again_and_again, 1, tmp_path, failures, before)
     changes = [
         {key: event[key] for key in event if key not in ("step", "reason")}
         for event in seen["events"]
@@ -141,7 +146,7 @@ def test_what_is_given_up_in_which_order_and_what_is_said(failures: int, tmp_pat
     assert (
         changes
         == [
-            {"activation_checkpointing": ["none", "all"]},
+            {"activation_checkpointing": [before, "all"]},
             {"micro_batch": [2, 1], "accumulation": [2, 4]},
         ][:failures]
     )
@@ -154,7 +159,7 @@ def test_what_is_given_up_in_which_order_and_what_is_said(failures: int, tmp_pat
     assert (
         marks[MarkKind.CHANGED]
         == [
-            (4, "from step 1: activation checkpointing none -> all"),
+            (4, f"from step 1: activation checkpointing {before} -> all"),
             (4, "from step 1: micro-batch 2 -> 1; accumulation 2 -> 4"),
         ][:failures]
     )

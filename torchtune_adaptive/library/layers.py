@@ -14,8 +14,8 @@ from torchtune_adaptive.core import Switches, knobs, recompute
 class LayerCheckpointing:
     """Activation checkpointing of so many of a model's layers, which changes no bit of a step.
 
-    The first layers are checkpointed, as backward comes to them last: by the time it computes them again, it
-    has freed what the others have kept. All are, until ``find_fastest`` chooses or ``set`` is called.
+    The first layers are checkpointed, as backward comes to them last. All are, until ``find_fastest``
+    chooses or ``set`` is called.
 
         layers = LayerCheckpointing(model.layers)
         step = AdaptiveStep(model, optimizer, forward, activation_checkpointing=layers)
@@ -62,14 +62,14 @@ class LayerCheckpointing:
             raise UsageError(
                 f"checkpointed: {checkpointed} of {self.layers} layers is not possible."
             )
-        for number, layer in enumerate(self._layers):
-            self._switch(layer, number < checkpointed)
+        name = self.name(checkpointed)
+        for number, layer in enumerate(self._layers, 1):
+            self._switch(layer, knobs.is_checkpointed(name, number))
         self.checkpointed = checkpointed
 
     def name(self, checkpointed: int) -> str:
         """The value of the memory knob for so many layers."""
-        names = {0: "none", self.layers: "all"}
-        return names.get(checkpointed, f"{checkpointed} of {self.layers}")
+        return knobs.first_layers(checkpointed, self.layers)
 
     def use(self, name: str) -> None:
         """Checkpoint as many layers as a name says."""

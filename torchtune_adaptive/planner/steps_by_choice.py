@@ -188,13 +188,11 @@ def _repeats(one: Operation, choice: Choice) -> bool:
         return bool(choice.get(knobs.RECOMPUTE_LOSS, True))
     if choice[knobs.CHECKPOINT] == "operations":
         return one.kind not in (GEMM, ATTENTION)
-    every = choice.checkpoints_every
-    return every is not None and one.repeats % every == 0
+    return knobs.is_checkpointed(choice[knobs.CHECKPOINT], one.repeats)
 
 
 def _kept(choice: Choice) -> float | None:
     """The share of layers whose activations are kept, if each is kept as a whole or not."""
     if choice[knobs.CHECKPOINT] == "operations":
         return None
-    every = choice.checkpoints_every
-    return 1.0 if every is None else 1.0 - 1.0 / every
+    return float(1 - knobs.checkpointed_share(choice[knobs.CHECKPOINT]))

@@ -11,14 +11,15 @@ and they always terminate: each trial shrinks the bracket.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:  # settings name strategies, and do without torch
     from torchtune_adaptive.core.search.trial import SizeTrial
 
+Way = TypeVar("Way")
 Strategy = Literal["extrapolate", "bisect", "halve"]
 
 LARGEST_LEAP = 32
@@ -179,3 +180,50 @@ def fewest(most: int, fits: Callable[[int], bool]) -> int:
         else:
             too_few = middle
     return most
+
+
+@dataclass
+class WaysThatFit(Generic[Way]):
+    """What trials say about ways that are partly ordered by the memory that they need.
+
+    Of two of which one certainly needs as much as the other, it is also the faster one: the other only
+    does more over again.
+    """
+
+    needs_as_much: Callable[[Way, Way], bool]
+    """A test whether the first of two ways certainly needs no less memory than the second."""
+    line: Callable[[Way], Hashable]
+    """The line that a way is in: those in the same one differ in how much they do over again."""
+    fitting: list[Way] = field(default_factory=list)
+    too_large: list[Way] = field(default_factory=list)
+
+    def learn(self, way: Way, fits: bool) -> None:
+        """Take the result of a trial."""
+        (self.fitting if fits else self.too_large).append(way)
+
+    def fits(self, way: Way) -> bool | None:
+        """Whether a way fits; None if that is not known."""
+        if way in self.fitting or any(self.needs_as_much(other, way) for other in self.fitting):
+            return True
+        if way in self.too_large or any(self.needs_as_much(way, other) for other in self.too_large):
+            return False
+        return None
+
+    def open_below(self, way: Way, ways: Sequence[Way]) -> list[Way]:
+        """This way and those in its line that need no more, as far as it is not known whether they fit.
+
+        One of them that does not fit shows that this one does not.
+        """
+        line = [each for each in ways if self.line(each) == self.line(way)]
+        return [each for each in line if self.needs_as_much(way, each) and self.fits(each) is None]
+
+    def next(self, way: Way, ways: Sequence[Way]) -> Way:
+        """The way to try, of those that are ranked from the fastest, to learn whether this one fits.
+
+        It is this one, as long as nothing that needs as much has failed: it may be enough. Then it is the
+        middle of what is left of the line.
+        """
+        if not any(self.needs_as_much(each, way) for each in self.too_large):
+            return way
+        below = self.open_below(way, ways)
+        return below[len(below) // 2] if below else way

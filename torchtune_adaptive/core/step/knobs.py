@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cache
 from typing import Any
 
 CHECKPOINT = "adaptive_batching.activation_checkpointing"
@@ -47,11 +49,6 @@ class Choice(Mapping[str, Any]):
         """The choice with other values for some knobs."""
         return Choice({**self, **values})
 
-    @property
-    def checkpoints_every(self) -> int | None:
-        """The n where every n-th layer is checkpointed; None where none is as a whole."""
-        return checkpoints_every(self[CHECKPOINT])
-
     def is_possible(self) -> bool:
         """Whether the values go together."""
         if self.get(OFFLOADING) and self[CHECKPOINT] != "all":
@@ -67,6 +64,10 @@ class Choice(Mapping[str, Any]):
     def leaner_than(self, other: Choice) -> bool:
         """Whether it is another choice that certainly needs no more memory."""
         return other.needs_as_much_as(self) and self != other
+
+    def of_any_layers(self) -> Choice:
+        """The same for all choices that differ only in what is checkpointed."""
+        return self | {CHECKPOINT: None}
 
     @staticmethod
     def leanest(choices: Sequence[Choice]) -> list[Choice]:
@@ -105,11 +106,39 @@ class Switches:
         self.choice |= choice
 
 
-def checkpoints_every(checkpoint: str) -> int | None:
-    """The n of ``every_n``; 1 where all layers are checkpointed, None where none is as a whole."""
-    if checkpoint == "all":
-        return 1
-    return int(checkpoint.removeprefix("every_")) if checkpoint.startswith("every_") else None
+def first_layers(count: int, layers: int) -> str:
+    """The value of the knob ``CHECKPOINT`` for the first so many of a model's layers."""
+    return {0: "none", layers: "all"}.get(count, f"{count}_of_{layers}")
+
+
+@cache
+def layers_of(checkpoint: str) -> tuple[int, int] | None:
+    """The k and the n of ``k_of_n``; None for other values."""
+    count, of, layers = checkpoint.partition("_of_")
+    return (int(count), int(layers)) if of else None
+
+
+def is_checkpointed(checkpoint: str, number: int) -> bool:
+    """Whether a layer is computed again as a whole; they are counted from 1, as torchtune does.
+
+    ``every_2`` of 4 is the second and the fourth. ``2_of_4`` is the first two, as backward comes to them
+    last: by the time it computes them again, it has freed what the others have kept.
+    """
+    if first := layers_of(checkpoint):
+        return number <= first[0]
+    if checkpoint.startswith("every_"):
+        return number % int(checkpoint.removeprefix("every_")) == 0
+    return checkpoint == "all"
+
+
+@cache
+def checkpointed_share(checkpoint: str) -> Fraction:
+    """The share of layers that are computed again as a whole."""
+    if first := layers_of(checkpoint):
+        return Fraction(*first)
+    if checkpoint.startswith("every_"):
+        return Fraction(1, int(checkpoint.removeprefix("every_")))
+    return Fraction(checkpoint == "all")
 
 
 def _saves_nothing(key: str, one: Any, other: Any) -> bool:
@@ -123,5 +152,6 @@ def _saves_nothing(key: str, one: Any, other: Any) -> bool:
 
 
 def _keeps_more_layers(one: str, other: str) -> bool:
-    few, many = checkpoints_every(one), checkpoints_every(other)
-    return few is not None and many is not None and few >= many
+    if "operations" in (one, other) or (layers_of(one) and not layers_of(other)):
+        return False  # of as many layers, others than the first may need more
+    return checkpointed_share(one) <= checkpointed_share(other)

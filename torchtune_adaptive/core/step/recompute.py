@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from torchtune_adaptive.core.private import schema_of
-from torchtune_adaptive.core.step.knobs import checkpoints_every
+from torchtune_adaptive.core.step.knobs import is_checkpointed
 
 Recomputed = Literal["nothing", "operations", "everything"]
 
@@ -119,11 +119,8 @@ class RecomputedChunks:
 
 
 def recomputed_layers(checkpointing: str, layers: int) -> list[Recomputed]:
-    """The part of each layer that is computed again, for a value of the knob ``CHECKPOINT``.
-
-    Layers are counted from 1, as torchtune does: ``every_2`` of 4 is the second and the fourth.
-    """
+    """The part of each layer that is computed again, for a value of the knob ``CHECKPOINT``."""
     if checkpointing == "operations":
         return ["operations"] * layers
-    n = checkpoints_every(checkpointing) or layers + 1
-    return ["everything" if number % n == 0 else "nothing" for number in range(1, layers + 1)]
+    numbers = range(1, layers + 1)
+    return ["everything" if is_checkpointed(checkpointing, n) else "nothing" for n in numbers]

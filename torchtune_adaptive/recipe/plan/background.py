@@ -17,10 +17,9 @@ from torchtune_adaptive.planner import Answer, Question, TracedRun, Worker
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations, SpeedCalibration
 from torchtune_adaptive.recipe.plan.device import device_for, pace_for
 from torchtune_adaptive.recipe.plan.query import planned_rank
-from torchtune_adaptive.recipe.plan.ranking import rank_candidates
+from torchtune_adaptive.recipe.plan.ranking import ranked_choices
 from torchtune_adaptive.recipe.plan.request import plan_request, require_traceable, row_length
 from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
-from torchtune_adaptive.recipe.settings.knob_table import configured_choice
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
 log = logging.getLogger(__name__)
@@ -193,5 +192,4 @@ class RankAnswers:
         pace, reasons = pace_for(asked, ranks, self._device)
         if pace is None:
             raise NoPrediction(*reasons)
-        found = rank_candidates(request.query(pace=pace), asked.settings.may_change)
-        return [(configured_choice(one.asked, ranks), one.seconds) for one in found]
+        return ranked_choices(request.query(pace=pace), asked.settings.may_change)

@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.core import Choice, knobs
+from torchtune_adaptive.core import Choice, knobs, strategies
 from torchtune_adaptive.planner import Speed, StepsByChoice, TracedStep
 from torchtune_adaptive.recipe.plan.predict import Prediction
 from torchtune_adaptive.recipe.plan.query import Query
@@ -33,7 +33,7 @@ KEEPS_WEIGHTS = (
     "is counted"
 )
 _MOST_TRACED = 10
-"""Number of candidates that are traced at most, for each model that has to be built."""
+"""Number of candidates that are traced at most once one fits, for each model that has to be built."""
 _CLOSE = 0.005
 """Share by which an estimate may exceed the best and still be checked by a trace."""
 _SAME = 0.002
@@ -77,11 +77,31 @@ def rank_candidates(
     Raises:
         NoPrediction: nothing is known about the speed of the device.
     """
+    ranked, estimated, traced = _ranked(query, may_change, with_margin)
+    # Of how many layers may be checkpointed, what was traced says enough.
+    listed = [one for one in ranked if one in traced or not knobs.layers_of(one[knobs.CHECKPOINT])]
+    own = configured_choice(query.asked, query.ranks)
+    if own not in listed:
+        listed = [one for one in ranked if one in {*listed, own}]
+    return [_candidate(query, one, estimated, traced) for one in listed]
+
+
+def ranked_choices(query: Query, may_change: str | tuple[str, ...]) -> list[tuple[Choice, float]]:
+    """All choices that need no other model than the query's, from the fastest, and their seconds."""
+    ranked, estimated, traced = _ranked(query, may_change)
+    seconds = {one: traced[one].seconds if one in traced else estimated[one] for one in ranked}
+    return [(one, seconds[one]) for one in ranked]
+
+
+def _ranked(
+    query: Query, may_change: str | tuple[str, ...], with_margin: bool = False
+) -> tuple[list[Choice], dict[Choice, float], dict[Choice, TracedStep]]:
+    """The choices from the one that should be fastest, their seconds as estimated, and what was traced."""
     if query.pace is None:
         unknown = "Nothing is known about the speed of this device. Name a GPU with --gpu."
         raise NoPrediction(unknown)
-    possible = choices(query.asked, query.ranks, may_change, switches_only=True)
     traces = query.traces()
+    possible = possible_choices(query, may_change, traces)
     steps = steps_with(query, possible, traces)
     ranked, estimated = steps.ranked(possible)
     device = query.device
@@ -89,7 +109,15 @@ def rank_candidates(
     if with_margin:
         traced |= traced_until_one_fits(steps, ranked, estimated, device.surely_usable_bytes)
     traces.remember()
-    return [_candidate(query, one, estimated, traced) for one in ranked]
+    return ranked, estimated, traced
+
+
+def possible_choices(
+    query: Query, may_change: str | tuple[str, ...], traces: Traces
+) -> list[Choice]:
+    """What may be chosen without another model, the query's own the first."""
+    traces.start_up(query.length)  # builds the model, and its layers are counted
+    return choices(query.asked, query.ranks, may_change, layers=traces.layers, switches_only=True)
 
 
 def steps_with(query: Query, all_choices: list[Choice], traces: Traces) -> StepsByChoice:
@@ -111,30 +139,44 @@ def traced_until_one_fits(
 ) -> dict[Choice, TracedStep]:
     """Trace candidates, from the one that should be fastest, until no other can beat one that fits."""
     traced: dict[Choice, TracedStep] = {}
-    too_large = [one.choice for one in steps.leanest if one.reserved > usable_bytes]
+    known: strategies.WaysThatFit[Choice] = strategies.WaysThatFit(
+        Choice.needs_as_much_as, Choice.of_any_layers
+    )
+    known.too_large += [one.choice for one in steps.leanest if one.reserved > usable_bytes]
     if steps.many_sizes:
-        too_large += _sizes_that_are_too_large(steps, ranked, usable_bytes)
+        known.too_large += _sizes_that_are_too_large(steps, ranked, usable_bytes)
 
-    def trace_until_one_fits(choices: list[Choice], no_slower_than: float = inf) -> float:
-        best = inf
+    def next_to_trace(one: Choice) -> Choice | None:
+        """The one that says most about whether this one fits; None if it is hopeless."""
+        peaks = {
+            each: steps.estimated_peak(each, traced.values())
+            for each in known.open_below(one, ranked)
+        }
+        if (peaks[one] or 0.0) > usable_bytes * _HOPELESS:
+            return None
+        if peaks[one] is None:
+            return known.next(one, ranked)
+        # Peaks are nearly linear in the number of layers: so first where the line says, then beside it.
+        line = {each: peak for each, peak in peaks.items() if peak is not None}
+        return next((each for each in line if line[each] <= usable_bytes), [*line][-1])
+
+    def best_of(choices: list[Choice]) -> float:
+        seen = (traced[one] for one in choices if one in traced)
+        return min((one.seconds for one in seen if one.reserved <= usable_bytes), default=inf)
+
+    def trace_until_one_fits(choices: list[Choice], no_slower_than: float = inf) -> None:
+        one_fits = False
         for one in choices:
-            if estimated[one] > min(best * (1 + _CLOSE), no_slower_than):
+            enough = len(traced) >= _MOST_TRACED or estimated[one] > best_of(choices) * (1 + _CLOSE)
+            if estimated[one] > no_slower_than or (one_fits and enough):
                 break
-            if len(traced) >= _MOST_TRACED and best < inf:
-                break
-            if any(one.needs_as_much_as(other) for other in too_large):
-                continue
-            guess = steps.estimated_peak(one, traced.values())
-            if guess is not None and guess > usable_bytes * _HOPELESS:
-                continue
-            found = traced[one] = steps.traced(one)
-            if found.reserved > usable_bytes:
-                too_large.append(one)
-            else:
-                best = min(best, found.seconds)
-        return best
+            while known.fits(one) is None and (each := next_to_trace(one)) is not None:
+                traced[each] = steps.traced(each)
+                known.learn(each, traced[each].reserved <= usable_bytes)
+            one_fits = one_fits or bool(known.fits(one))
 
-    best = trace_until_one_fits(ranked)
+    trace_until_one_fits(ranked)
+    best = best_of(ranked)
     if best < inf and steps.many_sizes:  # its own size is preferred to one that is hardly faster
         own_size = [one for one in ranked if steps.has_own_size(one)]
         trace_until_one_fits(own_size, best * (1 + Speed.CLOSE))

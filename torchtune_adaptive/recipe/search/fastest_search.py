@@ -47,7 +47,7 @@ def find_fastest(
         f"Choosing the fastest of {counted(len(allowed), 'configuration')} that fit rows of "
         f"{worst.length} tokens ({worst.source})."
     )
-    confirmed = next((one for one in allowed if one == known), None)
+    confirmed = _confirmed(known, allowed)
     with _Trials(prober, rows, worst, own, to_begin_with(allowed)) as trials:
         if confirmed is not None and trials.fits(confirmed):
             log.info("The configuration that this run had chosen still fits.")
@@ -56,7 +56,8 @@ def find_fastest(
             ranked = _predicted_ranking(prober, worst.length, rank)
             predicted = dict(ranked or ())
             order = list(predicted) or sorted(allowed, key=rough_cost)
-            others = [one for one in order if one in allowed and one != own]
+            possible = set(allowed) - {own}
+            others = [one for one in order if one in possible]
             timed, chosen = _choose(trials, own, others, predicted)
     prober.step.switch(chosen)
     return FastestReport(
@@ -77,6 +78,14 @@ def find_fastest(
     )
 
 
+def _confirmed(known: Mapping[str, Any] | None, allowed: Sequence[Choice]) -> Choice | None:
+    """The known choice, if it is allowed; whatever it checkpoints, as earlier versions chose other layers."""
+    if known is None:
+        return None
+    checkpointing = {key: known[key] for key in (knobs.CHECKPOINT,) if key in known}
+    return next((each for one in allowed if (each := one | checkpointing) == known), None)
+
+
 def _predicted_ranking(
     prober: Prober, row_length: int, rank: Callable[[int, int], Ranked | None] | None
 ) -> Ranked | None:
@@ -94,10 +103,12 @@ def possible_choices(prober: Prober) -> list[Choice]:
     """What may be chosen without building another model, the config's own values first; nothing twice."""
     switches = prober.step.options.switches
     may_change = prober.settings.may_change
-    own, *others = choices(prober.asked, prober.ranks.size, may_change, switches_only=True)
+    own, *others = choices(
+        prober.asked, prober.ranks.size, may_change, layers=switches.layers, switches_only=True
+    )
 
     def meaning(choice: Choice) -> Choice:
-        # With few layers, some values of the knob are the same.
+        # The config's own value may have the same layers as another.
         layers = recompute.recomputed_layers(choice[knobs.CHECKPOINT], switches.layers)
         return choice | {knobs.CHECKPOINT: tuple(layers)}
 
@@ -126,7 +137,9 @@ def _choose(
     if not own_fits:
         log.info("The config's own values do not fit.")
     most = trials.prober.settings.speed_trials
-    others = timings.fitting(ranked, trials.fits, Choice.needs_as_much_as, most)
+    others = timings.fitting(
+        ranked, trials.fits, Choice.needs_as_much_as, Choice.of_any_layers, most
+    )
     ways = [own, *others] if own_fits else others
     best, found = timings.fastest(ways, trials.time, own if own_fits else None, predicted.get)
     if best is None:

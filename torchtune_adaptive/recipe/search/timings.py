@@ -5,10 +5,12 @@ Pure: what fits and how long steps take is asked of the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median, quantiles
 from typing import Generic, TypeVar
+
+from torchtune_adaptive.core import strategies
 
 Way = TypeVar("Way")
 
@@ -19,27 +21,33 @@ PREDICTION_ERROR = 0.03
 
 
 def fitting(
-    ranked: Iterable[Way],
+    ranked: Sequence[Way],
     fits: Callable[[Way], bool],
     needs_as_much: Callable[[Way, Way], bool],
+    line: Callable[[Way], Hashable],
     most: int,
 ) -> list[Way]:
-    """The first of the ranked ways that fit.
+    """The first of the ranked ways that fit, without those that only need less than one of them.
 
     Args:
         ranked: the ways, from the one that should be fastest.
-        fits: a function that tries one.
+        fits: a function that tries one; it remembers what it has tried.
         needs_as_much: a test whether the first of two ways certainly needs no less memory than the second.
+        line: the line that a way is in, as in ``strategies.WaysThatFit``.
         most: the number of ways that are wanted.
     """
     found: list[Way] = []
-    too_large: list[Way] = []
+    known = strategies.WaysThatFit(needs_as_much, line)
     for way in ranked:
         if len(found) == most:
             break
-        if any(needs_as_much(way, other) for other in too_large):
+        if any(needs_as_much(other, way) for other in found):
             continue
-        (found if fits(way) else too_large).append(way)
+        while known.fits(way) is None:
+            tried = known.next(way, ranked)
+            known.learn(tried, fits(tried))
+        if known.fits(way) and fits(way):
+            found.append(way)
     return found
 
 

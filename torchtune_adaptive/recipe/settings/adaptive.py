@@ -118,9 +118,10 @@ class AdaptiveSettings:
     the micro-batch, and accumulation makes up for it."""
 
     activation_checkpointing: Annotated[str, CHECKPOINTING] | None = _setting(None)
-    """The activations that are computed again in backward: those of ``all`` layers, of ``none``, of each n-th
-    (``every_2``), or of cheap ``operations`` only, which keeps the results of matrix products and attention.
-    By default as enable_activation_checkpointing and ac_mode say. Losses and weights do not depend on it."""
+    """The activations that are computed again in backward: those of ``all`` layers, of ``none``, of the first
+    so many (``12_of_32``), of each n-th (``every_2``), or of cheap ``operations`` only, which keeps the
+    results of matrix products and attention. By default as enable_activation_checkpointing and ac_mode say.
+    Losses and weights do not depend on it."""
 
     recompute_loss: bool = _setting(False)
     """Compute the logits of each chunk of torchtune's chunked loss again in backward, instead of keeping
@@ -134,7 +135,7 @@ class AdaptiveSettings:
     (``rounding``), or a list of keys (docs/fastest.md)."""
 
     speed_trials: Annotated[int, at_least(1, 64)] = _setting(3, memory=False)
-    """Number of configurations that use_fastest_configuration times, besides the config's own."""
+    """The most configurations that use_fastest_configuration times, besides the config's own."""
 
     cache: bool | Annotated[str, FOLDER] = _setting(True, memory=False)
     """Cache search results, sample lengths, traces and prediction errors: ``True`` = the user cache folder, a

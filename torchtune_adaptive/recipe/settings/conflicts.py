@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from torchtune_adaptive.core import Choice, knobs
+from torchtune_adaptive.core import knobs
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
 from torchtune_adaptive.recipe.settings.keys import CONTEXT, COPIES, TENSORS
@@ -64,7 +64,7 @@ def _conflicts_of_memory(asked: Asked) -> Iterator[Conflict]:
         "Set enable_activation_offloading=False",
     )
     yield (
-        offloads and Choice({knobs.CHECKPOINT: checkpoint}).checkpoints_every is None,
+        offloads and not knobs.checkpointed_share(checkpoint),
         knobs.OFFLOADING,
         "works only together with the checkpointing of whole layers",
         "Set enable_activation_checkpointing=True as well",
@@ -73,7 +73,7 @@ def _conflicts_of_memory(asked: Asked) -> Iterator[Conflict]:
         checkpoint == "operations" and cfg.get(knobs.COMPILE, False),
         knobs.CHECKPOINT,
         "keeps the results of single operations, which compile=True fuses",
-        f"Set {knobs.CHECKPOINT} to all or every_2, or compile=False",
+        f"Set {knobs.CHECKPOINT} to all, or compile=False",
     )
     yield (
         OmegaConf.select(cfg, knobs.RECOMPUTE_LOSS) and loss != knobs.CHUNKED,

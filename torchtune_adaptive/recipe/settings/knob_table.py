@@ -61,8 +61,10 @@ def configured_checkpoint(asked: Asked) -> str:
     return f"every_{option}" if option and option > 1 else "all"
 
 
-def _checkpoint_values(asked: Asked, ranks: int) -> tuple[str, ...]:
-    values = ["none", "every_4", "every_3", "every_2", "operations", "all"]
+def _checkpoint_values(asked: Asked, ranks: int, layers: int = 0) -> tuple[str, ...]:
+    """Those for a model of so many layers; where their number is not known, none that needs it."""
+    some = [knobs.first_layers(count, layers) for count in range(1, layers)]
+    values = ["none", *some, "operations", "all"]
     if asked[knobs.COMPILE]:
         values.remove("operations")  # compiled regions are no single operations any more
     mine = configured_checkpoint(asked)
@@ -161,21 +163,29 @@ def configured_choice(asked: Asked, ranks: int) -> Choice:
 
 
 def choices(
-    asked: Asked, ranks: int, may_change: str | tuple[str, ...], *, switches_only: bool = False
+    asked: Asked,
+    ranks: int,
+    may_change: str | tuple[str, ...],
+    *,
+    layers: int = 0,
+    switches_only: bool = False,
 ) -> list[Choice]:
     """Everything that may be chosen, the config's own values first.
 
     Args:
+        layers: the number of the model's layers, of which any may be checkpointed.
         switches_only: True to leave out what needs another model to be built.
     """
     own = configured_choice(asked, ranks)
-    possible = [
-        knob.values(asked, ranks)
-        if may_be_changed(knob, may_change) and (knob.switch or not switches_only)
-        else (own[knob.key],)
-        for knob in KNOBS
-        if knob.key in own
-    ]
+
+    def values(knob: Knob) -> tuple[Any, ...]:
+        if not may_be_changed(knob, may_change) or (switches_only and not knob.switch):
+            return (own[knob.key],)
+        if knob.key == knobs.CHECKPOINT:
+            return _checkpoint_values(asked, ranks, layers)
+        return knob.values(asked, ranks)
+
+    possible = [values(knob) for knob in KNOBS if knob.key in own]
     found = (Choice(dict(zip(own, values, strict=True))) for values in product(*possible))
     return [own, *(one for one in found if one != own and one.is_possible())]
 
@@ -250,10 +260,10 @@ def _shown(value: Any) -> str:
     return f"[{','.join(value)}]" if isinstance(value, (tuple, list)) else str(value)
 
 
+_ALL_LAYERS_AGAIN = 0.30
 # How much longer a step takes, roughly, where nothing better is known: a third of a step is forward, and
 # layers are most of it.
 _COSTS_OF_VALUES = {
-    (knobs.CHECKPOINT, "all"): 0.30,
     (knobs.CHECKPOINT, "operations"): 0.08,
     (knobs.RESHARD, True): 0.04,
     (knobs.OFFLOADING, True): 0.15,
@@ -264,7 +274,6 @@ _COSTS_OF_VALUES = {
 def rough_cost(choice: Choice) -> float:
     """Orders choices where no prediction is to be had, from the one that should be fastest."""
     costs = [_COSTS_OF_VALUES.get((key, value), 0.0) for key, value in choice.items()]
-    if (every := choice.checkpoints_every) is not None and every > 1:
-        costs.append(_COSTS_OF_VALUES[knobs.CHECKPOINT, "all"] / every)
+    costs.append(_ALL_LAYERS_AGAIN * knobs.checkpointed_share(choice[knobs.CHECKPOINT]))
     # Each micro-batch gathers parameters and launches kernels once more.
     return sum(costs) + 0.05 / choice.get(knobs.MICRO_BATCH, 1)

@@ -16,6 +16,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchtune_adaptive.common import AMOUNT_OF_MEMORY, ConfigError, parse_memory
+from torchtune_adaptive.core import knobs
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,16 @@ def _parse_keys(value: Any) -> tuple[str, ...]:
     raise ValueError
 
 
+def _parse_checkpointing(value: Any) -> str:
+    text = _CHECKPOINTING(value)
+    if (first := knobs.layers_of(text)) and first[0] >= first[1]:
+        raise ValueError
+    return text
+
+
+_CHECKPOINTING = _matches(
+    r"all|none|operations|every_([2-9]|[1-9]\d{1,3})|[1-9]\d{0,3}_of_[1-9]\d{0,3}"
+)
 _PATH_OF_CODE = _matches(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 NEVER = Rule(("never",), _parse_never)
 BOOLEAN = Rule(("True", "False"), _if(lambda value: isinstance(value, bool)))
@@ -170,8 +181,8 @@ TEXT = Rule(("a text that is not empty",), _IS_TEXT)
 FOLDER = Rule(("the path of a folder",), _IS_TEXT)
 FILE = Rule(("the path of a file",), _IS_TEXT)
 CHECKPOINTING = Rule(
-    ("all", "none", "operations", "every_N, e.g. every_2"),
-    _matches(r"all|none|operations|every_([2-9]|[1-9]\d{1,3})"),
+    ("all", "none", "operations", "K_of_N layers, e.g. 12_of_32", "every_N, e.g. every_2"),
+    _parse_checkpointing,
 )
 KEYS = Rule(("a list of keys",), _parse_keys)
 FUNCTION = Rule(("the dotted path of a function (package.module.function)",), _PATH_OF_CODE)

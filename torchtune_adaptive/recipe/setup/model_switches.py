@@ -10,6 +10,7 @@ from torchtune import modules
 from torchtune.modules import TiedLinear
 from torchtune.modules.model_fusion import DeepFusionModel
 
+from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import NextTokenPrediction, Objective, Switches, knobs, recompute
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import (
@@ -44,6 +45,7 @@ def build_switches(
     ]
 
     def checkpoint(value: str) -> None:
+        _require_of_model(value, len(layers))
         for layer, recomputed in zip(
             layers, recompute.recomputed_layers(value, len(layers)), strict=True
         ):
@@ -63,6 +65,18 @@ def build_switches(
     if switches.choice.get(knobs.RECOMPUTE_LOSS):
         setters[knobs.RECOMPUTE_LOSS](True)
     return switches
+
+
+def _require_of_model(checkpoint: str, layers: int) -> None:
+    """Raise unless a value for so many of a model's layers is for a model that has as many as this one."""
+    first = knobs.layers_of(checkpoint)
+    if first and first[1] != layers:
+        raise ConfigError(
+            knobs.CHECKPOINT,
+            checkpoint,
+            f"is for a model of {first[1]} layers, but this one has {layers}",
+            f"Set it to all, or have use_fastest_configuration choose how many of {layers}",
+        )
 
 
 def _of_the_loss(

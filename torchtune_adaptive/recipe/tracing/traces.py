@@ -86,6 +86,8 @@ class Traces:
         """The reason why something that is compiled was traced as it is written; empty if nothing was."""
         self.max_seq_len: int | None = kept.get("max_seq_len")
         """Longest rows that the model takes, if it bounds them; known once something is traced."""
+        self.layers: int = kept.get("layers", 0)
+        """Number of the model's layers that can be checkpointed; known once something is traced."""
         self._steps = {
             name: RecordedStep.unpacked(step) for name, step in kept.get("steps", {}).items()
         }
@@ -144,6 +146,7 @@ class Traces:
             about = {
                 "uneven": self.uneven,
                 "max_seq_len": self.max_seq_len,
+                "layers": self.layers,
                 "as_written": self.as_written,
             }
             self._kept.put(self._facts, {**about, "steps": steps})
@@ -161,6 +164,7 @@ class Traces:
         self._tracer = Tracer(*self._run)
         self.uneven = self._tracer.uneven
         self.max_seq_len = self._tracer.max_seq_len
+        self.layers = self._tracer.step.options.switches.layers
         self._note("set-up", self._tracer.set_up)
         self._note(f"first {size}", self._tracer.take_step(*size))
 
