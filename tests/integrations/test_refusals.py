@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from torchtune_adaptive import UsageError
@@ -161,13 +162,20 @@ def generating(**own: Any) -> Any:
     return SimpleNamespace(args=SimpleNamespace(**args), accelerator=accelerator, **with_defaults)
 
 
+def sharded() -> nn.Module:
+    """A model of the class that ``fully_shard`` gives it."""
+    model = nn.Linear(1, 1)
+    model.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})
+    return model
+
+
 OF_ROLLOUTS: dict[str, dict[str, Any]] = {
     "loss_type: other is not known": {"args": {"loss_type": "other"}},
     "tools: not supported": {"tools": [len]},
     "rollout_func: not supported": {"rollout_func": len},
     "environment_factory: not supported": {"environment_factory": dict},
     "processing_class: a processor of images": {"_is_vlm": True},
-    "reward_funcs: a model takes memory": {"reward_funcs": [len, nn.Linear(1, 1)]},
+    "reward_funcs: with a model that FSDP shards": {"reward_funcs": [len, sharded()]},
     "router_aux_loss_coef: the auxiliary loss": {"aux_loss_enabled": True},
     "use_liger_kernel: in this version of TRL": {
         "args": {"use_liger_kernel": True},

@@ -8,6 +8,7 @@ from typing import Any
 
 from packaging.version import Version
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import private
@@ -196,10 +197,15 @@ def require_supported_rollouts(trainer: Any) -> None:
         raise UsageError(
             "processing_class: a processor of images is not supported. Pass a tokenizer, and prompts of text."
         )
-    if any(isinstance(each, nn.Module) for each in trainer.reward_funcs):
+    if any(
+        isinstance(module, FSDPModule)
+        for each in trainer.reward_funcs
+        if isinstance(each, nn.Module)
+        for module in each.modules()
+    ):
         raise UsageError(
-            "reward_funcs: a model takes memory for all completions at once, and one process that runs out "
-            "of it would leave the others waiting. Pass a function, which calls it for a few at a time."
+            "reward_funcs: with a model that FSDP shards, a process cannot score as many rows as fit there. "
+            "Pass it whole."
         )
     if getattr(trainer, "aux_loss_enabled", False):
         raise UsageError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtune_adaptive.common import TrainingOutOfMemory
@@ -218,6 +220,34 @@ class RolloutStep(TrainerStep):
         sharded = any(isinstance(each, FSDPModule) for each in model.modules())
         made = self._do(name, of, rows=len(tokens), size=size, alone=not sharded)
         return torch.stack(made).to(tokens.device)
+
+    @contextmanager
+    def reward_models_divided(self) -> Iterator[None]:
+        """A context in which reward models, which each process has whole, score as many rows as fit."""
+        with ExitStack() as stack:
+            for number, each in enumerate(self._trainer.reward_funcs):
+                if isinstance(each, nn.Module):
+                    name = f"scoring by reward_funcs[{number}]"
+                    rewards = partial(self._rewards, name, each.forward)
+                    stack.enter_context(mock.patch.object(each, "forward", rewards))
+            yield
+
+    def _rewards(self, name: str, forward: Callable[..., Any], **inputs: Any) -> SimpleNamespace:
+        """What a reward model says of each row, as far as the trainer looks at it."""
+        count = len(inputs["input_ids"])
+
+        def of(rows: Sequence[int]) -> torch.Tensor:
+            some = slice(rows[0], rows[-1] + 1)
+            logits: torch.Tensor = forward(
+                **{key: each[some] for key, each in inputs.items()}
+            ).logits
+            return logits
+
+        with torch.inference_mode(
+            False
+        ):  # in which the trainer calls it, and autograd cannot be reset
+            made = self._do(name, of, rows=count, size=count, alone=True)
+        return SimpleNamespace(logits=torch.stack(made).to(self._device))
 
     def _do(
         self, name: str, work: Callable[[Sequence[int]], Any], *, rows: int, size: int, alone: bool

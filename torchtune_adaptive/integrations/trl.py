@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -104,9 +105,11 @@ class AdaptiveRolloutMixin(RolloutHooks, AdaptiveMixin):
         return prepare(inputs)
 
     def own_scoring(self, score: Callable[[Any], Any], inputs: Any) -> Any:
+        step = self._training()
         self._scores = True
         try:
-            return score(inputs)
+            with nullcontext() if step is None else step.reward_models_divided():
+                return score(inputs)
         finally:
             self._scores = False
 

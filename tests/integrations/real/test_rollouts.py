@@ -14,11 +14,14 @@ from tests.integrations.real.trainers import (
     SEARCHING,
     Loss,
     apart,
+    evenness,
     fsdp2_on_cpu,
+    llama,
     lora,
     on_ranks,
     rank,
     texts,
+    tokenizer,
     trained,
 )
 from tests.integrations.real.ways import WAYS
@@ -46,6 +49,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"beta": 0.1, "peft_config": "lora"},
         ("policy", "generation", "no adapter"),
     ),
+    "grpo, reward model": ({"reward_funcs": "model"}, ("policy", "generation", "reward model")),
     "grpo, several iterations": ({"num_iterations": 2}, ("policy", "generation", "scoring")),
     "grpo, generated for several steps": (
         {"steps_per_generation": 4},
@@ -81,6 +85,12 @@ def settings_of(name: str) -> dict[str, Any]:
         settings["peft_config"] = lora()
     if "eval_strategy" in settings:
         settings["eval_dataset"] = texts("prompt", count=8)
+    if "reward_funcs" in settings:
+        judge = llama("LlamaForSequenceClassification", num_labels=1).eval()
+        settings |= {
+            "reward_funcs": [judge, evenness],
+            "reward_processing_classes": [tokenizer(), None],
+        }
     return settings
 
 
@@ -136,7 +146,9 @@ def test_one_process(name: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["grpo", "grpo, reference", "grpo, lora", "rloo"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "grpo, reference", "grpo, reward model", "grpo, lora", "rloo"]
+)
 def test_two_ranks(name: str, way: str) -> None:
     if way == "fsdp2" and Version(version("accelerate")) < Version("1.15"):
         pytest.skip("refused with this version of accelerate: generating would hang")

@@ -76,7 +76,8 @@ class Loss:
     times: int = 2
     where: str = "policy"
     """In the model's second layer (where its adapter is on or, with ``no adapter``, off), in that of the
-    ``reference``, or in the ``loss``; of a model that generates, in ``generation`` or ``scoring``."""
+    ``reference`` or the ``reward model``, or in the ``loss``; of a model that generates, in ``generation`` or
+    ``scoring``."""
 
 
 @dataclass
@@ -227,7 +228,7 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
     arguments: dict[str, Any] = {}
     passed = ("compute_loss_func", "peft_config", "callbacks", "eval_dataset")
     metrics = ("compute_metrics", "preprocess_logits_for_metrics")
-    for name in (*passed, *metrics, "ref_model", "processing_class"):
+    for name in (*passed, *metrics, "ref_model", "processing_class", "reward_processing_classes"):
         if name in settings:
             arguments[name] = settings.pop(name)
     model = settings.pop("model", None)
@@ -282,7 +283,7 @@ def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
     generates = hasattr(trainer, "num_generations")
 
     def elsewhere(cache: Any) -> bool:
-        if not generates or lost.where in ("reference", "no adapter"):
+        if not generates or lost.where in ("reference", "no adapter", "reward model"):
             return False
         where = "generation" if cache is not None else "scoring"
         return lost.where != ("policy" if torch.is_grad_enabled() else where)
@@ -304,6 +305,8 @@ def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
         trainer.compute_loss = lambda *args, **named: (hook(), compute_loss(*args, **named))[1]
         return lambda: left
     model = trainer.ref_model if lost.where == "reference" else trainer.model
+    if lost.where == "reward model":
+        model = trainer.reward_funcs[0]
     last = ("layers.1", "layer.1", "block.1")
     layers = [module for name, module in model.named_modules() if name.endswith(last)]
     [*_, layer] = layers  # after those of a vision tower
