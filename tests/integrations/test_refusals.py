@@ -175,7 +175,7 @@ OF_ROLLOUTS: dict[str, dict[str, Any]] = {
     "rollout_func: not supported": {"rollout_func": len},
     "environment_factory: not supported": {"environment_factory": dict},
     "processing_class: a processor of images": {"_is_vlm": True},
-    "reward_funcs: with a model that FSDP shards": {"reward_funcs": [len, sharded()]},
+    "reward_funcs: a model that FSDP shards": {"reward_funcs": [len, sharded()]},
     "router_aux_loss_coef: the auxiliary loss": {"aux_loss_enabled": True},
     "use_liger_kernel: in this version of TRL": {
         "args": {"use_liger_kernel": True},

@@ -204,8 +204,8 @@ def require_supported_rollouts(trainer: Any) -> None:
         for module in each.modules()
     ):
         raise UsageError(
-            "reward_funcs: with a model that FSDP shards, a process cannot score as many rows as fit there. "
-            "Pass it whole."
+            "reward_funcs: a model that FSDP shards gathers its layers, where a process without memory would "
+            "be missing. Pass it whole."
         )
     if getattr(trainer, "aux_loss_enabled", False):
         raise UsageError(

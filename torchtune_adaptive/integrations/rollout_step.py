@@ -238,15 +238,13 @@ class RolloutStep(TrainerStep):
 
         def of(rows: Sequence[int]) -> torch.Tensor:
             some = slice(rows[0], rows[-1] + 1)
-            logits: torch.Tensor = forward(
-                **{key: each[some] for key, each in inputs.items()}
-            ).logits
+            made = forward(**{key: each[some] for key, each in inputs.items()})
+            logits: torch.Tensor = made.logits
             return logits
 
-        with torch.inference_mode(
-            False
-        ):  # in which the trainer calls it, and autograd cannot be reset
-            made = self._do(name, of, rows=count, size=count, alone=True)
+        # The trainer calls it in inference mode, where autograd cannot be reset after a failure.
+        with torch.inference_mode(False):
+            made = self._do(name, of, rows=count, size=count, alone=False)
         return SimpleNamespace(logits=torch.stack(made).to(self._device))
 
     def _do(
