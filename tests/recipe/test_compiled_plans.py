@@ -82,7 +82,7 @@ class ElevenAndThirteen:
     """A tracer whose compiler is not followed."""
 
     set_up = RecordedStep([], {})
-    uneven, max_seq_len, as_written = False, None, "another torch"
+    uneven, layers, max_seq_len, as_written = False, 0, None, "another torch"
 
     def __init__(self, *_: Any) -> None:
         self.traced: set[int] = set()

@@ -118,6 +118,7 @@ class FakeTracer:
 
     set_up = NOTHING
     uneven = False
+    layers = 0
     max_seq_len: int | None = None
     as_written = ""
 

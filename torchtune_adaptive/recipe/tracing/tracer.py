@@ -89,6 +89,7 @@ class Tracer(StepTracer):
             objective = kind.objective(model, frozen)
             step = self._new_step(asked, environment, model, objective)
         self.max_seq_len: int | None = getattr(model, "max_seq_len", None)
+        self.layers = step.options.switches.layers
         self.begin(step, models)
         self._scores_first = self.uneven
         for each in models:

@@ -164,7 +164,7 @@ class Traces:
         self._tracer = Tracer(*self._run)
         self.uneven = self._tracer.uneven
         self.max_seq_len = self._tracer.max_seq_len
-        self.layers = self._tracer.step.options.switches.layers
+        self.layers = self._tracer.layers
         self._note("set-up", self._tracer.set_up)
         self._note(f"first {size}", self._tracer.take_step(*size))
 
