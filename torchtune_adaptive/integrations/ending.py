@@ -28,18 +28,22 @@ def lost_outside_of_a_step(trainer: Any, error: BaseException) -> TrainingOutOfM
     )
 
 
-def lost_beside_vllm(trainer: Any, trouble: str) -> TrainingOutOfMemory:
-    """The error that says how to leave memory for vLLM, or for what gives it weights."""
+def lost_beside_vllm(trainer: Any, trouble: str, everywhere: bool) -> TrainingOutOfMemory:
+    """The error that says how to leave memory for vLLM, or for what gives it weights; ``everywhere`` is
+    whether it is raised on all processes."""
     args = trainer.args
     if args.vllm_mode == "server":
+        why = "each weight is gathered as a whole before it is sent"
         change = "FSDP over more devices, or an optim that takes less"
     else:
+        why = "vLLM takes a fixed share of the device"
         change = f"vllm_gpu_memory_utilization below {args.vllm_gpu_memory_utilization:g}"
         if not args.vllm_enable_sleep_mode:
             change += ", or with vllm_enable_sleep_mode=True"
     return TrainingOutOfMemory(
-        f"{trouble[0].upper()}{trouble[1:]}, after step {trainer.state.global_step}: vLLM cannot do with "
-        f"less while it runs. {_resume(trainer)}, with {change}."
+        f"{trouble[0].upper()}{trouble[1:]}, after step {trainer.state.global_step}: {why}. "
+        f"{_resume(trainer)}, with {change}.",
+        everywhere,
     )
 
 

@@ -180,7 +180,8 @@ class RolloutStep(TrainerStep):
             except Exception as error:
                 if not memory.is_out_of_memory(error):
                     raise
-                raise lost_beside_vllm(self._trainer, f"out of memory in vLLM ({error})") from error
+                trouble = f"out of memory in vLLM ({error})"
+                raise lost_beside_vllm(self._trainer, trouble, everywhere=False) from error
 
         sync = partial(self._weights_to_vllm, engine.sync_weights)
         with mock.patch.object(engine, "sync_weights", sync):
@@ -195,7 +196,7 @@ class RolloutStep(TrainerStep):
             "sending weights to vLLM", lambda: step.collective(sync)
         )
         if outcome.lost:
-            raise lost_beside_vllm(self._trainer, outcome.trouble)
+            raise lost_beside_vllm(self._trainer, outcome.trouble, everywhere=True)
 
     def scored(
         self,

@@ -30,7 +30,7 @@ from torchtune_adaptive.core import StepOptions, TrainStep
 from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
 from torchtune_adaptive.library.search import CheckedBatch
-from torchtune_adaptive.library.step import SummedLoss
+from torchtune_adaptive.library.summed_loss import SummedLoss
 from torchtune_adaptive.planner import (
     DeviceLimits,
     Machine,

@@ -10,7 +10,8 @@ from torchtune_adaptive.common import UsageError, announce, arguments, counted
 from torchtune_adaptive.core import Probe, Rounding, SizeTrial, StepDone, candidates, strategies
 from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.forward_only import ForwardOnly
-from torchtune_adaptive.library.step import AdaptiveStep, SummedLoss
+from torchtune_adaptive.library.step import AdaptiveStep
+from torchtune_adaptive.library.summed_loss import SummedLoss
 
 log = logging.getLogger(__name__)
 

@@ -18,14 +18,11 @@ from torch.optim import Optimizer
 from torchtune_adaptive.common import UsageError, announce, arguments
 from torchtune_adaptive.core import (
     Adjustment,
-    Batch,
-    Forward,
     NoiseSums,
     Ranks,
     Recovery,
     StepOptions,
     StepRunner,
-    Summed,
     TrainStep,
     candidates,
     device_memory,
@@ -36,6 +33,7 @@ from torchtune_adaptive.library.division import Division, by_rows, by_tokens
 from torchtune_adaptive.library.forward_only import ForwardOnly
 from torchtune_adaptive.library.layers import LayerCheckpointing, switches_of
 from torchtune_adaptive.library.private import is_compiled
+from torchtune_adaptive.library.summed_loss import SummedLoss
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -430,60 +428,3 @@ class _MicroBatches:
 
     def __iter__(self) -> Iterator[Any]:
         return (self.collated(number, part) for number, part in enumerate(self.parts))
-
-
-class SummedLoss:
-    """The objective of a step: the loss that the user's function returns; ``frozen`` are models that it runs
-    besides the trained one. A share of the loss is refused where gradient noise is measured."""
-
-    ignored = -100
-    unit = "terms"
-    metrics: Sequence[str] = ()
-
-    def __init__(
-        self,
-        forward: Callable[[Any], Any],
-        frozen: Sequence[nn.Module],
-        measures_noise: bool = False,
-    ) -> None:
-        self._forward = forward
-        self._measures_noise = measures_noise
-        self._checked = False
-        self.shares: bool | None = None
-        """Whether the function returns shares, which have no number of terms; None before the first."""
-        self.begins = True
-        """Whether the next micro-batch is the first of an attempt."""
-        self.frozen: Sequence[nn.Module] = tuple(frozen)
-
-    def rows(self, batch: Batch) -> int:
-        return checks.rows_in(batch)
-
-    def weight(self, batch: Batch) -> int:
-        return 0
-
-    def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> Summed:
-        result = self._forward(batch)
-        shares = isinstance(result, torch.Tensor)
-        if self.shares is None:
-            self.shares = shares
-        if shares != self.shares:
-            before = "a tensor" if self.shares else "two values"
-            raise UsageError(
-                f"forward: returned {checks.kind(result)}, and {before} before. Return the same each time."
-            )
-        if shares:
-            return self._share(result)
-        loss, weight = checks.weighted(result)
-        if not self._checked and weight > 1:
-            checks.require_sum(loss, weight)
-            self._checked = True
-        return Summed(loss, weight)
-
-    def _share(self, result: torch.Tensor) -> Summed:
-        if self._measures_noise:
-            raise UsageError(
-                "measure_noise: not where forward returns a share of the loss, whose number of terms is not "
-                "known. Return the sum over all terms, and their number."
-            )
-        # One for each rank: a step divides by the sum of the weights, so this makes the mean over ranks.
-        return Summed(checks.differentiable(result), int(self.begins))

@@ -159,8 +159,8 @@ def beside_plain(trainer: str, way: str, setting: str, folder: str) -> float | s
 
 
 def far(one: Result, other: Result, *names: str) -> float:
-    """The largest difference of weights, of what was logged, or of it what has these names, and of what
-    callbacks saw, which is relative for numbers beyond 1; 0 only if all is equal to the bit."""
+    """The largest difference of weights, of what callbacks saw, and of what was logged: all of it, or what
+    has these names. It is relative for numbers beyond 1, and 0 only if all is equal to the bit."""
     a, b = (
         (each.column(*names) if names else each.without_times(), each.more["seen"])
         for each in (one, other)

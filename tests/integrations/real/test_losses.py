@@ -234,6 +234,28 @@ def test_a_first_look_leaves_no_trace(name: str, passes: int) -> None:
     assert on_ranks(around_the_look, 1, name) == [passes]
 
 
+class Packing(torch.nn.Linear):
+    """Packs its weights for good in evaluation, as those of bitsandbytes with 4 bits do on some CPUs."""
+
+    support_avx512bf16_for_cpu = True
+    packed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.packed |= self.support_avx512bf16_for_cpu and not self.training
+        return super().forward(x)
+
+
+def with_packing() -> tuple[bool, bool]:
+    model = llama()
+    model.lm_head = head = Packing(model.config.hidden_size, model.config.vocab_size, bias=False)
+    trained("trainer", AS_CONFIGURED, model=model)
+    return head.packed, head.support_avx512bf16_for_cpu
+
+
+def test_a_first_look_packs_no_weights() -> None:
+    assert on_ranks(with_packing, 1) == [(False, True)]
+
+
 # --- with what else a trainer has -----------------------------------------------------------------
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -403,25 +425,3 @@ def test_a_loss_that_is_no_number_is_logged_as_by_the_plain_trainer(name: str, r
         assert equal == pytest.approx(plain, rel=CLOSE, nan_ok=True), seen
         assert searched == pytest.approx(plain, rel=CLOSE, nan_ok=True), seen
         assert (name == "all") == any(loss != loss for loss in plain), seen
-
-
-class Packing(torch.nn.Linear):
-    """Packs its weights for good in evaluation, as those of bitsandbytes with 4 bits do on some CPUs."""
-
-    support_avx512bf16_for_cpu = True
-    packed = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.packed |= self.support_avx512bf16_for_cpu and not self.training
-        return super().forward(x)
-
-
-def with_packing() -> tuple[bool, bool]:
-    model = llama()
-    model.lm_head = head = Packing(model.config.hidden_size, model.config.vocab_size, bias=False)
-    trained("trainer", AS_CONFIGURED, model=model)
-    return head.packed, head.support_avx512bf16_for_cpu
-
-
-def test_a_first_look_packs_no_weights() -> None:
-    assert on_ranks(with_packing, 1) == [(False, True)]

@@ -18,6 +18,7 @@ from tests.integrations.real.trainers import (
     fsdp2_on_cpu,
     llama,
     lora,
+    losses_in,
     on_ranks,
     rank,
     texts,
@@ -99,13 +100,7 @@ def compare(name: str, way: str = "") -> dict[str, Any]:
     kind, settings = name.partition(",")[0], settings_of(name) | WAYS.get(way, {})
     if way == "fsdp2":
         fsdp2_on_cpu()
-    # Twice alone, or once on each of two ranks; completions are always generated in the third step.
-    once = 1 if way else 2
-    lost = [
-        Loss((1 if where == "policy" else 2) + on, on, once, where)
-        for on in range(3 - once)
-        for where in CASES[name][1]
-    ]
+    lost = losses_in(CASES[name][1], way)
     plain = trained(kind, None, **settings)
     ours = {
         "equal": trained(kind, AS_CONFIGURED, **settings),

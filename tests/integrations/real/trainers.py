@@ -314,6 +314,19 @@ def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
     return lambda: left
 
 
+def losses_in(places: Sequence[str], way: str) -> list[Loss]:
+    """Memory that is lost twice in each of these places: alone at once, or once on each of two ranks.
+
+    In the policy from the second step on; elsewhere from the third, before which completions are generated.
+    """
+    ranks = 2 if way else 1
+    return [
+        Loss((1 if where == "policy" else 2) + on, on, 2 // ranks, where)
+        for on in range(ranks)
+        for where in places
+    ]
+
+
 def trained(
     kind: str,
     options: Adaptive | None,

@@ -226,4 +226,4 @@ class WaysThatFit(Generic[Way]):
         if not any(self.needs_as_much(each, way) for each in self.too_large):
             return way
         below = self.open_below(way, ways)
-        return below[len(below) // 2] if below else way
+        return below[len(below) // 2]

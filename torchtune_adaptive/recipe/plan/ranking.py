@@ -78,12 +78,13 @@ def rank_candidates(
         NoPrediction: nothing is known about the speed of the device.
     """
     ranked, estimated, traced = _ranked(query, may_change, with_margin)
-    # Of how many layers may be checkpointed, what was traced says enough.
-    listed = [one for one in ranked if one in traced or not knobs.layers_of(one[knobs.CHECKPOINT])]
     own = configured_choice(query.asked, query.ranks)
-    if own not in listed:
-        listed = [one for one in ranked if one in {*listed, own}]
-    return [_candidate(query, one, estimated, traced) for one in listed]
+    return [
+        _candidate(query, one, estimated, traced)
+        for one in ranked
+        # Of how many layers may be checkpointed, what was traced says enough.
+        if one == own or one in traced or not knobs.layers_of(one[knobs.CHECKPOINT])
+    ]
 
 
 def ranked_choices(query: Query, may_change: str | tuple[str, ...]) -> list[tuple[Choice, float]]:

@@ -80,9 +80,7 @@ def find_fastest(
 
 def _confirmed(known: Mapping[str, Any] | None, allowed: Sequence[Choice]) -> Choice | None:
     """The known choice, if it is allowed; whatever it checkpoints, as earlier versions chose other layers."""
-    if known is None:
-        return None
-    checkpointing = {key: known[key] for key in (knobs.CHECKPOINT,) if key in known}
+    checkpointing = {knobs.CHECKPOINT: (known or {}).get(knobs.CHECKPOINT)}
     return next((each for one in allowed if (each := one | checkpointing) == known), None)
 
 
