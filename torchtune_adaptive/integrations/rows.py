@@ -136,7 +136,11 @@ class Keeping:
 
     def again(self, rows: Sequence[Any]) -> Any:
         """The same of some of the rows; some collate functions change what they are given."""
-        return self.collate([copy.copy(row) for row in rows])
+        return self.collate(
+            [
+                row.copy() if type(row) is dict else copy.copy(row) for row in rows
+            ]  # the same, sooner
+        )
 
     def require_repeatable(self, batch: KeptRows) -> None:
         """Check that the same rows give the same batch again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from tests.helpers.faults import OutOfMemoryAt
 from tests.integrations.real.trainers import (
     Loss,
     Result,
@@ -20,6 +21,7 @@ from tests.integrations.real.trainers import (
     lose_memory,
     make,
     on_ranks,
+    rank,
     result,
     tokens,
 )
@@ -27,6 +29,7 @@ from tests.integrations.real.ways import WAYS, fsdp2_on_cpu
 from torchtune_adaptive import UsageError
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.integrations import Adaptive
+from torchtune_adaptive.library.fastest import _Comparing
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 LAYERS = 8
@@ -125,6 +128,67 @@ def test_fewer_layers_where_there_is_memory(kind: str, way: str, settings: dict[
         assert seen["chosen"] < LAYERS
         assert seen["after"] == [True] * LAYERS
         assert seen["losses"] <= 1e-6 and seen["near"] <= 1e-5
+
+
+class Choosing:
+    """Loses memory on a rank, at an operation on the device, after the largest micro-batch is found."""
+
+    def __init__(self, operation: int, on: int) -> None:
+        self.fault = OutOfMemoryAt(operation if rank() == on else 0)
+        self._running, self._choose = SimulatedMemory.running, _Comparing.choose
+        self._choosing = False
+
+    @contextmanager
+    def running(self, memory: SimulatedMemory) -> Iterator[None]:
+        with self._running(memory), self.fault if self._choosing else nullcontext():
+            yield
+
+    def choose(self, comparing: _Comparing, *args: Any) -> Any:
+        self._choosing = True
+        try:
+            return self._choose(comparing, *args)
+        finally:
+            self._choosing = False
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        with (
+            mock.patch.object(SimulatedMemory, "running", lambda memory: self.running(memory)),
+            mock.patch.object(
+                _Comparing, "choose", lambda comparing, *args: self.choose(comparing, *args)
+            ),
+        ):
+            yield
+
+
+def lost_while_choosing(way: str) -> list[tuple[Any, ...]]:
+    """With memory lost in trials and timed steps: on which rank, whether it was, the choice, and the distance
+    of the losses from the plain trainer's."""
+    if way == "fsdp2":
+        fsdp2_on_cpu()
+    settings: dict[str, Any] = {"max_steps": 3, **WAYS[way]}
+    plain = trained("sft", None, **settings)
+    counting = Choosing(0, 0)
+    with counting.once():
+        trained("sft", fastest("1GiB"), **settings)
+    seen = []
+    for number, part in enumerate((0.03, 0.35, 0.65, 0.97)):
+        choosing = Choosing(int(part * counting.fault.seen), on := number % 2)
+        with choosing.once():
+            ours = trained("sft", fastest("1GiB"), **settings)
+        failed = choosing.fault.failed is not None
+        seen.append((on, failed, ours.sizes, ours.more["chosen"], distance(ours, plain)))
+    return seen
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_lost_while_choosing(way: str) -> None:
+    """All ranks choose the same, and train as the plain trainer does."""
+    for one, other in zip(*on_ranks(lost_while_choosing, 2, way, timeout=600), strict=True):
+        on, *_, near = one
+        assert (one[1], other[1]) == (on == 0, on == 1)
+        assert one[2:4] == other[2:4]
+        assert near <= 1e-5 and other[-1] <= 1e-5
 
 
 def between() -> list[int]:

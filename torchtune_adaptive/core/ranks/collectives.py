@@ -126,7 +126,7 @@ class _Sequence:
     """The launches of one kind of pass, and how often in a row they have been these."""
 
     recorded: Launches = field(default_factory=dict)
-    of_groups: dict[str, Counter[dist.ProcessGroup]] = field(default_factory=dict)
+    of_groups: dict[str, dict[dist.ProcessGroup, int]] = field(default_factory=dict)
     """The number of them that each group launches, by segment."""
     equal_passes: int = 0
 
@@ -138,7 +138,8 @@ class _Sequence:
         self.equal_passes = self.equal_passes + 1 if equal else 1
         self.recorded = launches
         self.of_groups = {
-            segment: Counter(each.group for each in some) for segment, some in launches.items()
+            segment: dict(Counter(each.group for each in some))
+            for segment, some in launches.items()
         }
 
 
@@ -180,6 +181,8 @@ class Collectives:
         self._wide, self._sequence = _Sequence(), _Sequence()
         self._follow_shape: set[Hashable] = set()
         self._asked = _Asked.NOBODY
+        self.recording = False
+        """Whether the sequence is not certain yet: a failure must be announced before the next collective."""
         self._mode = self._mode_was_on = False
         self._in_hook = False
         self._unrecorded = False
@@ -207,11 +210,6 @@ class Collectives:
         if self.survive or self.reducing is not None:
             for model in self.models:
                 fsdp.watch_collectives(model, self.watch, self.reducing)
-
-    @property
-    def recording(self) -> bool:
-        """Whether the sequence is not certain yet: a failure must be announced before the next collective."""
-        return self._asked is not _Asked.NOBODY
 
     @property
     def foreseen(self) -> bool:
@@ -257,6 +255,7 @@ class Collectives:
             key = (key, self.choice, shape(), self._passes > 0)
         self._sequence = self._sequences.setdefault(key, _Sequence())
         self._asked = self._who_is_asked()
+        self.recording = self._asked is not _Asked.NOBODY
         self._passes += 1
         self._stage, self._votes = "", 0
         self._pass, self._counts = {}, Counts()
@@ -305,6 +304,8 @@ class Collectives:
         self, launched: dict[dist.ProcessGroup, int], recorded: Mapping[dist.ProcessGroup, int]
     ) -> None:
         """Record again, in agreement, what is not a constant sequence after all."""
+        if launched == recorded:
+            return
         for group in launched.keys() | recorded.keys():
             if launched.get(group, 0) != recorded.get(group, 0):
                 self._sequence.equal_passes = 0
@@ -434,8 +435,7 @@ class Collectives:
             return self.together(lambda: gather(tensor), self._gather_of(tensor))
         number = tensor.detach()
         both = torch.stack([number, torch.ones_like(number)])
-        known = replace(self._gather_of(both), tells=True)
-        gathered = self.together(lambda: gather(both), known)
+        gathered = self.together(lambda: gather(both), self._gather_of(both, tells=True))
         assert isinstance(gathered, torch.Tensor)
         numbers, here = gathered.view(-1, 2).T
         if self._asked is not _Asked.HOLDERS and not here.all():
@@ -444,11 +444,11 @@ class Collectives:
             raise AnotherRankFailed(everywhere=True)
         return numbers.contiguous()
 
-    def _gather_of(self, tensor: torch.Tensor) -> Launch:
-        key = tensor.shape, tensor.dtype, tensor.device
+    def _gather_of(self, tensor: torch.Tensor, tells: bool = False) -> Launch:
+        key = tensor.shape, tensor.dtype, tensor.device, tells
         known = self._gathers.get(key)
         if known is None:
-            known = self._gathers[key] = gather_of(tensor).of_any_size()
+            known = self._gathers[key] = replace(gather_of(tensor).of_any_size(), tells=tells)
         return known
 
     def _vote_on(self, launch: Launch) -> None:

@@ -24,12 +24,14 @@ class Counts:
 
     def add(self, segment: str, group: dist.ProcessGroup) -> None:
         """Look at one more group, which has not launched anything in the segment yet."""
-        self._before[segment].setdefault(group, _launched_by(group))
+        before = self._before[segment]
+        if group not in before:
+            before[group] = _launched_by(group)
 
     def launched_in(self, segment: str) -> dict[dist.ProcessGroup, int]:
         """What each group has launched since a segment began; nothing if it has not."""
         before = self._before.get(segment, {})
-        return {group: _launched_by(group) - number for group, number in before.items()}
+        return {group: (launches_of(group) or 0) - number for group, number in before.items()}
 
 
 def groups_of(models: Iterable[nn.Module]) -> set[dist.ProcessGroup]:

@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,18 +91,20 @@ class WithLast(Reduction):
 
     def __init__(self, model: nn.Module, averaged_over: float) -> None:
         super().__init__(averaged_over)
-        self._roots = fsdp.roots(model)
+        self._sharded = [each for each in model.modules() if isinstance(each, FSDPModule)]
 
     def backward(self, loss: torch.Tensor, collectives: Collectives, last: bool) -> None:
-        self._set_sync(last)
+        if last:  # as it is outside of a step
+            return loss.backward()
+        self._set_sync(False)
         try:
             loss.backward()
         finally:
             self._set_sync(True)
 
     def _set_sync(self, sync: bool) -> None:
-        for root in self._roots:
-            root.set_requires_gradient_sync(sync)
+        for module in self._sharded:  # each by itself: FSDP would go through all modules for them
+            module.set_requires_gradient_sync(sync, recurse=False)
 
 
 class SplitLayers(Reduction):
