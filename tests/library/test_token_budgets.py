@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,8 @@ class Together(Ranks):
     def __init__(self, *others: list[int]) -> None:
         self._others, self.rank = others, 0
 
-    def gather(self, value: Any) -> list[Any]:
-        return [value, *map(sorted, self._others)]
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        return [*map(max, numbers, *map(sorted, self._others))]
 
 
 def test_each_row_is_in_a_micro_batch_within_the_budget_and_ranks_have_as_many() -> None:

@@ -1,10 +1,16 @@
-"""The network that gloo uses."""
+"""The network that gloo uses, and how many connections it makes."""
 
 from __future__ import annotations
 
 import os
+import resource
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+"""torch's variable that says whether gloo connects two ranks when they first exchange something."""
+_NO = ("0", "n", "no", "f", "false")
 
 
 def gloo_interface(nccl: str, interfaces: Iterable[str]) -> str | None:
@@ -33,3 +39,31 @@ def let_gloo_use_the_interface_of_nccl() -> None:
     interface = gloo_interface(nccl, [name for _, name in socket.if_nameindex()])
     if interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+@contextmanager
+def connected_when_used() -> Iterator[bool]:
+    """A context in which gloo connects two ranks of a new group when they first exchange something.
+
+    Otherwise each rank has a connection to every other one in each group. Gives whether it is so: a user who
+    has set the variable has decided.
+    """
+    if _LAZY in os.environ:
+        yield os.environ[_LAZY].lower() not in _NO
+        return
+    os.environ[_LAZY] = "1"
+    try:
+        yield True
+    finally:
+        del os.environ[_LAZY]  # the groups of others are as they were
+
+
+def allow_many_connections() -> None:
+    """Let this process open as many files, which connections count as, as its system lets it.
+
+    Many systems start processes with a limit of 1024, which programs are meant to raise themselves.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # macOS says "unlimited", and refuses it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -71,6 +72,16 @@ def groups_here() -> list[dist.ProcessGroup]:
     """The process groups that this process belongs to, in the order in which they were made; there is no
     public list (checked on torch 2.13)."""
     return [*dist.distributed_c10d._world.pg_map]
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Change how long the ranks of a gloo group wait for each other; publicly, only a new group can.
+
+    What has been launched waits as long as it did. torch's own ``_set_pg_timeout`` leaves a group alone that
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps in another. Checked on torch 2.13.
+    """
+    backend: Any = group._get_backend(torch.device("cpu"))
+    getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
 
 
 def call_inside(operator: Any, positional: Any, named: Any) -> Any:

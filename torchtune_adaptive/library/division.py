@@ -29,11 +29,11 @@ def by_rows(groups: Sequence[int]) -> Division:
 
 def by_tokens(lengths: Sequence[int], ranks: Ranks) -> Division:
     """Micro-batches of at most so many tokens, padding included; a row that has more is alone."""
-    everyones = ranks.gather(list(lengths))
-    longest = max(map(max, everyones))
+    # A micro-batch is as long as its longest row on any rank, so more need not be known of the others'.
+    longest = ranks.largest(sorted(lengths))
 
     def divide(done: int, tokens: int) -> list[Sequence[int]]:
-        budget = Budget(tuple((length, 1) for length in sorted({tokens, max(tokens, longest)})))
-        return [*budget.micro_batches(everyones, ranks.rank, done)]
+        budget = Budget(tuple((length, 1) for length in sorted({tokens, max(tokens, *longest)})))
+        return [*budget.micro_batches([lengths, longest], 0, done)]
 
     return divide

@@ -1,9 +1,28 @@
-"""The ranks of a run, and how they agree."""
+"""The ranks of a run, and how they agree.
+
+Note [Connections]
+~~~~~~~~~~~~~~~~~~
+By itself, gloo connects each rank of a group with every other one: at a thousand ranks more sockets than many
+systems let a process open, and a million reads of one key-value store. Our groups connect two ranks when
+these first exchange something. The exchanges form a ring, a tree, or a star around rank 0, so all ranks but
+that one have about log N connections.
+
+But where one of the two has died by then, the other may wait for the connection, and gloo lets it wait for
+five timeouts. So:
+
+- The exchanges run once when a group is made. Afterwards each rank has its connections, and a peer that dies
+  closes them, which is noticed at once.
+- Before that, ranks wait for each other in the key-value store, in which a timeout is one.
+- gloo's waits for connections have the timeout with which the group is made, and all others the one that it
+  has when they begin. A group is made with a fifth, and set to the whole.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -12,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from torchtune_adaptive.common import RankLost, launcher, network
+from torchtune_adaptive.core import private
 
 T = TypeVar("T")
 _ONE_COLLECTIVE = 7
@@ -23,10 +43,14 @@ broadcasts the answer, along a tree: about log N messages, but two operations.
 _SETTLING = 0.1  # seconds; what it waits for takes microseconds on a machine that is not loaded
 _COMPILING = timedelta(hours=1)  # a rank may have cached what another one compiles
 
-_TOO_LATE = "Timed out waiting"
+_CONNECTS = 5
+"""Timeouts of a group for which gloo waits until two of its ranks are connected (``Pair::waitUntil``)."""
+
+_TOO_LATE = ("Timed out waiting", "Connect timeout")
 # What collectives say when a peer is gone. Anything else is this rank's own error.
 _LOST_PEER_TEXTS = (
-    _TOO_LATE,
+    *_TOO_LATE,
+    "timed out connecting",
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -48,16 +72,16 @@ class Ranks:
 
     communicate = True
     """Whether there are other ranks; where a step is only traced, there are not."""
+    _group: dist.ProcessGroup | None = None
 
     def __init__(self, timeout: float | None = None, compiled: bool = False) -> None:
         self.rank, self.size = 0, 1
         if dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group, self._patience = None, timedelta()
+        self._patience = timedelta()
         if self.size > 1:
-            network.let_gloo_use_the_interface_of_nccl()
             self._patience = _patience(compiled) if timeout is None else timedelta(seconds=timeout)
-            self._group = _new_group(self._patience)
+            self._group = own_group(self._patience)
         self._begin([*range(self.size)])
 
     def _begin(self, members: list[int]) -> None:
@@ -74,12 +98,16 @@ class Ranks:
 
     def alike(self, value: Hashable) -> Ranks:
         """The ranks that pass the same value as this one; they agree in a group of their own."""
-        values = self.gather(value)
-        for each in dict.fromkeys(values):
-            members = [rank for rank, other in enumerate(values) if other == each]
+        ranks_with: defaultdict[Hashable, list[int]] = defaultdict(list)
+        for rank, each in enumerate(self.gather(value)):
+            ranks_with[each].append(rank)
+        for each, members in ranks_with.items():
             group = None
-            if len(members) > 1:  # every rank takes part in making every group
-                group = _new_group(self._patience, members)
+            # By every rank, and it waits for none that is not a member. With torch's
+            # ``use_local_synchronization`` the members alone would make it, but under a name that counts
+            # the groups which a rank is in: ranks in more groups than others would not find each other.
+            if len(members) > 1:
+                group = own_group(self._patience, members)
             if each == value:
                 part = SomeRanks(members, self.rank, group, self._patience)
         self._parts.append(part)
@@ -157,6 +185,26 @@ class Ranks:
         self._exchange(dist.all_gather_object, values, value)
         return values  # type: ignore[return-value]
 
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of the ranks' numbers at each place; every rank has as many."""
+        if self._group is None or not numbers:
+            return [*numbers]
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        self._exchange(self._replace_by_largest, own)
+        return own.tolist()
+
+    def _replace_by_largest(self, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+        if self.size <= _ONE_COLLECTIVE:
+            dist.all_reduce(own, dist.ReduceOp.MAX, group)
+            return
+        everyones = None
+        if self.rank == 0:
+            everyones = own.new_empty(self.size, len(own))
+        dist.gather(own, None if everyones is None else [*everyones], group=group, group_dst=0)
+        if everyones is not None:
+            torch.amax(everyones, 0, out=own)
+        dist.broadcast(own, group=group, group_src=0)
+
     def from_rank_zero(self, value: T) -> T:
         """Rank 0's value, on every rank."""
         if self._group is None:
@@ -164,6 +212,21 @@ class Ranks:
         values = [value]
         self._exchange(dist.broadcast_object_list, values, src=0)
         return values[0]
+
+    @contextmanager
+    def waiting(self, seconds: float) -> Iterator[None]:
+        """A context in which the ranks wait so long for each other, through the same group."""
+        if self._group is None:
+            yield
+            return
+        self._wait_for_pending()
+        before, self._patience = self._patience, timedelta(seconds=seconds)
+        private.set_timeout(self._group, self._patience)
+        try:
+            yield
+        finally:
+            self._patience = before
+            private.set_timeout(self._group, before)
 
     def _exchange(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         self._wait_for_pending()
@@ -176,14 +239,7 @@ class Ranks:
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
-            why = "another rank has ended, or this one came later than its timeout; it says which"
-            if _TOO_LATE in str(error):
-                why = (
-                    f"timeout: another rank has not answered for {self._patience.total_seconds():g} s. If it "
-                    "is only late, because it saves, evaluates or compiles alone, pass a larger timeout; if "
-                    "not, it hangs, or its machine is gone"
-                )
-            raise RankLost(f"{why}.") from error
+            raise _lost(error, self._patience) from error
 
     def close(self) -> None:
         """Leave the group, at the end of the run and before the default group is destroyed.
@@ -228,8 +284,69 @@ class SomeRanks(Ranks):
         self._begin(members)
 
 
-def _new_group(patience: timedelta, members: list[int] | None = None) -> dist.ProcessGroup:
-    return dist.new_group(members, backend="gloo", timeout=patience, group_desc=launcher.OWN_GROUP)
+def own_group(patience: timedelta, members: list[int] | None = None) -> dist.ProcessGroup:
+    """A gloo group of ours, whose ranks are connected where our exchanges need it; see Note [Connections].
+
+    Every rank of the run calls this; what it gives to one that is not a member is of no use.
+
+    Raises:
+        RankLost: another member has not come within ``patience``, or has ended.
+    """
+    network.let_gloo_use_the_interface_of_nccl()
+    network.allow_many_connections()
+    # With this, torch adds a group to each of ours, whose timeout stays as it was when it was made.
+    wrapped = dist.get_debug_level() == dist.DebugLevel.DETAIL
+    with network.connected_when_used() as when_used:
+        group = dist.new_group(
+            members,
+            backend="gloo",
+            timeout=patience / _CONNECTS if when_used and not wrapped else patience,
+            group_desc=launcher.OWN_GROUP,
+        )
+    if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        private.set_timeout(group, patience)
+        try:
+            _meet(group, patience)
+            _connect(group)
+        except RuntimeError as error:
+            if not (is_lost_peer(error) or isinstance(error, dist.DistError)):
+                raise
+            raise _lost(error, patience) from error
+    return group
+
+
+def _meet(group: dist.ProcessGroup, patience: timedelta) -> None:
+    """Wait until all ranks of a new group have made it."""
+    store = group.get_group_store()
+    if store.add("here", 1) == group.size():
+        store.set("all are here", "")
+    store.wait(["all are here"], patience)
+
+
+def _connect(group: dist.ProcessGroup) -> None:
+    """Make the connections that exchanges need: of a ring, of a tree, and of each rank with the first."""
+    first = group.rank() == 0
+    number, numbers = (
+        torch.zeros(size, dtype=torch.int64, device="cpu") for size in (1, group.size())
+    )
+    everyones = [*numbers.view(-1, 1)]
+    dist.all_gather(everyones, number, group)
+    dist.gather(number, everyones if first else None, group=group, group_dst=0)
+    dist.broadcast(number, group=group, group_src=0)
+
+
+def _lost(error: Exception, patience: timedelta) -> RankLost:
+    """What is said where a group fails because of another rank."""
+    late = isinstance(error, dist.DistStoreError) or any(text in str(error) for text in _TOO_LATE)
+    if not late:
+        return RankLost(
+            "another rank has ended, or this one came later than its timeout; it says which."
+        )
+    return RankLost(
+        f"timeout: another rank has not answered for {patience.total_seconds():g} s. If it is only late, "
+        "because it saves, evaluates or compiles alone, pass a larger timeout; if not, it hangs, or its "
+        "machine is gone."
+    )
 
 
 def _patience(compiled: bool) -> timedelta:

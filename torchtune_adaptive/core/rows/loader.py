@@ -162,10 +162,12 @@ class EpochRows:
     def step(self, samples: int, size: int) -> Iterator[dict[str, Any]]:
         """This rank's share of the next ``samples``, in portions of ``size``; the last may be smaller."""
         if self._running != (self.used, samples, size):
-            self._micro_batches = self._loader.bring(self._steps(self.used, samples, size))
+            # Each step is divided once: for its samples to be fetched, and for their number to be known.
+            to_fetch, self._steps_to_come = tee(self._steps(self.used, samples, size))
+            self._micro_batches = self._loader.bring(to_fetch)
         self._running = (self.used + samples, samples, size)
         self.loaded = []
-        portions = len(self._portions(self.used, samples, size))
+        portions = len(next(self._steps_to_come, ()))
         for micro_batch, batch in islice(self._micro_batches, portions):
             self.loaded.append(micro_batch)
             yield batch
@@ -184,11 +186,8 @@ class EpochRows:
 
     def _steps(self, used: int, samples: int, size: int) -> Iterator[list[Portion]]:
         """The portions of each full step; samples that do not fill one are left out."""
+        divide = self._loader.micro_batches.portions
         while used + samples <= len(self._sample_ids):
-            yield self._portions(used, samples, size)
+            step = self._sample_ids[used : used + samples]
+            yield divide(step, size, self._loader.rank, self._loader.ranks)
             used += samples
-
-    def _portions(self, used: int, samples: int, size: int) -> list[Portion]:
-        rank, ranks = self._loader.rank, self._loader.ranks
-        step = self._sample_ids[used : used + samples]
-        return self._loader.micro_batches.portions(step, size, rank, ranks)

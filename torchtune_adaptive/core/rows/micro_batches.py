@@ -59,6 +59,10 @@ class MicroBatches(ABC):
         """A rank's micro-batches of a step, given the samples of all ranks."""
 
     @abstractmethod
+    def of_all_ranks(self, step: list[int], size: int, ranks: int) -> list[list[int]]:
+        """The samples of each micro-batch of a step, of all ranks; of those that weigh something."""
+
+    @abstractmethod
     def divide(
         self, lengths: Sequence[Sequence[int]], size: int, rank: int, done: int = 0
     ) -> list[Sequence[int]]:
@@ -98,6 +102,13 @@ class ByRows(MicroBatches):
     def portions(self, step: list[int], size: int, rank: int, ranks: int) -> list[Portion]:
         mine = step[rank::ranks]
         return [Portion(mine[i : i + size]) for i in range(0, len(mine), size)]
+
+    def of_all_ranks(self, step: list[int], size: int, ranks: int) -> list[list[int]]:
+        return [
+            each.sample_ids
+            for rank in range(ranks)
+            for each in self.portions(step, size, rank, ranks)
+        ]
 
     def divide(
         self, lengths: Sequence[Sequence[int]], size: int, rank: int, done: int = 0
@@ -143,13 +154,19 @@ class ByTokens(MicroBatches):
         return self.budget.halves
 
     def portions(self, step: list[int], size: int, rank: int, ranks: int) -> list[Portion]:
-        lengths = [self._lengths[sample] for sample in step]
-        parts = pack(lengths, self.budget.within(size), ranks)[rank]
-        shortest = step[min(range(len(step)), key=lengths.__getitem__)]
+        parts = self._packed(step, size, ranks)[rank]
+        shortest = min(step, key=self._lengths.__getitem__)
         return [
             Portion([step[i] for i in part]) if part else Portion([shortest], weightless=True)
             for part in parts
         ]
+
+    def of_all_ranks(self, step: list[int], size: int, ranks: int) -> list[list[int]]:
+        packed = self._packed(step, size, ranks)
+        return [[step[i] for i in part] for parts in packed for part in parts if part]
+
+    def _packed(self, step: list[int], size: int, ranks: int) -> list[list[list[int]]]:
+        return pack([self._lengths[sample] for sample in step], self.budget.within(size), ranks)
 
     def divide(
         self, lengths: Sequence[Sequence[int]], size: int, rank: int, done: int = 0

@@ -10,8 +10,9 @@ as without a budget, so the shuffling stays the same, and so does the gradient o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 COST_OF_A_MICRO_BATCH = 1 / 32
 """Cost besides its tokens (gathering weights, kernel launches), as a fraction of a full micro-batch."""
@@ -107,15 +108,29 @@ def pack(lengths: Sequence[int], budget: Budget, ranks: int) -> list[list[list[i
         return len(part) * lengths[part[-1]]
 
     parts = _cut(lengths, budget)
-    while len(parts) % ranks and (divisible := [part for part in parts if len(part) > 1]):
-        largest = max(divisible, key=work)
-        half = len(largest) // 2
-        parts.append(largest[half:])
-        del largest[half:]
+    _split_largest(parts, work, -len(parts) % ranks)
     # In rounds of micro-batches of similar size, so that no rank waits long for another.
     parts.sort(key=lambda part: (-work(part), part[0]))
     parts += [[] for _ in range(-len(parts) % ranks)]
     return [parts[rank::ranks] for rank in range(ranks)]
+
+
+def _split_largest(parts: list[list[int]], work: Callable[[list[int]], int], times: int) -> None:
+    """Split the micro-batch with the most work, of several the first, so many times, if any can be split."""
+    if not times:
+        return
+    heap = [(-work(part), place) for place, part in enumerate(parts) if len(part) > 1]
+    heapify(heap)
+    while times and heap:
+        _, place = heappop(heap)
+        part = parts[place]
+        half = len(part) // 2
+        parts.append(part[half:])
+        del part[half:]
+        for changed in (place, len(parts) - 1):
+            if len(parts[changed]) > 1:
+                heappush(heap, (-work(parts[changed]), changed))
+        times -= 1
 
 
 def _cut(lengths: Sequence[int], budget: Budget) -> list[list[int]]:

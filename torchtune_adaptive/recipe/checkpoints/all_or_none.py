@@ -23,8 +23,7 @@ LONGEST_SAVE = 24 * 3600.0
 class AllOrNone:
     """What ranks do with files, so that an error on one of them ends all, in the same place.
 
-    Args:
-        ranks: the ranks, which wait for each other as long as a save may take.
+    They wait for each other as long as a save may take.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -41,7 +40,8 @@ class AllOrNone:
                 problem = error
         expected = isinstance(problem, (AdaptiveBatchingError, OSError))
         said = str(problem) if expected else "Rank 0 failed, and says how."
-        failed, said, decided = self.ranks.from_rank_zero((problem is not None, said, decided))
+        with self.ranks.waiting(LONGEST_SAVE):
+            failed, said, decided = self.ranks.from_rank_zero((problem is not None, said, decided))
         if not failed:
             return decided  # type: ignore[return-value]
         if problem is not None and not expected:
@@ -67,7 +67,9 @@ class AllOrNone:
         Raises:
             CheckpointError: with the description of the first.
         """
-        said = self.ranks.gather(None if problem is None else describe(problem))
+        own = None if problem is None else describe(problem)
+        with self.ranks.waiting(LONGEST_SAVE):
+            said = self.ranks.gather(own)
         reasons = [one for one in said if one is not None]
         if reasons:
             raise CheckpointError(reasons[0]) from problem

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint import FileSystemWriter, async_save
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtune import training
 
-from torchtune_adaptive.common import CheckpointError, launcher
+from torchtune_adaptive.common import CheckpointError
+from torchtune_adaptive.core import own_group
 from torchtune_adaptive.recipe import private
 from torchtune_adaptive.recipe.checkpoints.all_or_none import (
     LONGEST_SAVE,
@@ -44,9 +45,7 @@ class AsynchronousCheckpoints:
         self._folder = folder
         self._all = all_or_none
         # A save runs collectives in a thread; they must not meet those of training.
-        self._group: dist.ProcessGroup | None = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=LONGEST_SAVE), group_desc=launcher.OWN_GROUP
-        )
+        self._group: dist.ProcessGroup | None = own_group(timedelta(seconds=LONGEST_SAVE))
         self._running: Future[None] | None = None
 
     def begin(

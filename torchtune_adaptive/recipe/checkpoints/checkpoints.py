@@ -29,9 +29,7 @@ from torchtune.modules.peft import (
 from torchtune.training import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.common import CheckpointError, ConfigError, human_bytes
-from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.recipe.checkpoints.all_or_none import (
-    LONGEST_SAVE,
     AllOrNone,
     read_file,
     reason,
@@ -78,7 +76,7 @@ class Checkpoints(ABC):
         self._asked = asked
         self._epochs = epochs
         self._environment = environment
-        self._all = AllOrNone(Ranks(LONGEST_SAVE))
+        self._all = AllOrNone(environment.ranks)
         self._output_dir = Path(asked.cfg.checkpointer.output_dir)
         self._folder = CheckpointFolder(self._output_dir, asked.settings.keep_last_n_checkpoints)
         self._require_optimizer_that_can_be_saved()
@@ -162,9 +160,8 @@ class Checkpoints(ABC):
 
         self._write(write, f"epoch_{name}")
 
-    def close(self) -> None:
-        """Leave the group in which the ranks wait for files, at the end of a run."""
-        self._all.ranks.close()
+    def close(self) -> None:  # noqa: B027 - nothing to do
+        """Leave what groups it has of its own, at the end of a run."""
 
     # --- what a run starts from -----------------------------------------------------------------------
 
@@ -283,7 +280,7 @@ class Checkpoints(ABC):
     def _facts(self, progress: Progress) -> dict[str, Any]:
         trained = progress.training
         return {
-            "id": self._all.ranks.from_rank_zero(uuid.uuid4().hex),
+            "id": self._all.decide(lambda: uuid.uuid4().hex),
             "recipe": self._asked.kind.name,
             "resumable": progress.is_unfinished or not self._state_stays_on_ranks,
             "epochs_run": progress.epochs_run,

@@ -19,7 +19,8 @@ from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_STEPS_COMPARED = 200
+_STEPS_COMPARED = 20
+"""Steps over which padding is counted; each packs the rows of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -129,25 +130,19 @@ class BudgetReport(Report):
 
 def padding_shares(by_tokens: ByTokens, split: Split) -> tuple[float, float]:
     """The share of padding without a budget and with it, over a number of shuffled steps."""
-    lengths = by_tokens.row_lengths
-    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).tolist()
-    rows = split.global_batch
-    steps = [order[i : i + rows] for i in range(0, len(order) - rows + 1, rows)][:_STEPS_COMPARED]
+    lengths, rows = by_tokens.row_lengths, split.global_batch
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0))
+    compared = order[: rows * min(_STEPS_COMPARED, len(lengths) // rows)].tolist()
+    steps = [compared[i : i + rows] for i in range(0, len(compared), rows)]
 
     def share(micro_batches: MicroBatches) -> float:
         size = micro_batches.full_size(split)
-        portions = (
-            portion
-            for step in steps
-            for rank in range(split.ranks)
-            for portion in micro_batches.portions(step, size, rank, split.ranks)
-        )
         tokens = computed = 0
-        for portion in portions:
-            if not portion.weightless:
-                mine = [lengths[sample] for sample in portion.sample_ids]
-                tokens += sum(mine)
-                computed += len(mine) * max(mine)
+        for step in steps:
+            for samples in micro_batches.of_all_ranks(step, size, split.ranks):
+                of_rows = [lengths[sample] for sample in samples]
+                tokens += sum(of_rows)
+                computed += len(of_rows) * max(of_rows)
         return 1 - tokens / computed if computed else 0.0
 
     return share(ByRows("none")), share(by_tokens)

@@ -58,7 +58,8 @@ def find_token_budget(
         by_tokens = ByTokens(budget, row_lengths, rows.data.tokenizer.pad_id, ignored, buckets)
         speeds = _speeds(prober, probe, rows, by_tokens)
         validation = prober.fit_validation(probe, rows, lambda length: budget.tokens // length)
-    without, with_budget = map(Throughput, padding_shares(by_tokens, rows.configured), speeds)
+    shares = padding_shares(by_tokens, rows.configured) if prober.ranks.is_zero else (0.0, 0.0)
+    without, with_budget = map(Throughput, prober.ranks.from_rank_zero(shares), speeds)
     # A budget of the user's own is meant, a checkpoint's is kept, and a batch that grows needs one.
     is_ours = settings.token_budget is True and not known and not settings.grows
     # Without it, micro-batches of the longest rows may run out of memory.

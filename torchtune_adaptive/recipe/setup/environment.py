@@ -55,6 +55,7 @@ def start_environment(asked: Asked, patience: float, watched: bool = True) -> En
     require_torchvision(asked.cfg)
     _log_on_rank_zero()
     network.let_gloo_use_the_interface_of_nccl()
+    network.allow_many_connections()
     device = _device(asked["device"])
     dtype = training.get_dtype(asked["dtype"], device)
     on_cpu_too = asked["fsdp_cpu_offload"] or asked["enable_async_checkpointing"]
