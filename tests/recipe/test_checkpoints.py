@@ -33,7 +33,7 @@ from tests.helpers.runs import (
     undisturbed,
 )
 from torchtune_adaptive.common import FolderLock, durable
-from torchtune_adaptive.recipe.checkpoints import asynchronous
+from torchtune_adaptive.recipe.checkpoints import sharded
 from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
 
 pytestmark = [pytest.mark.runs, pytest.mark.alternating]
@@ -248,8 +248,8 @@ def run_on_a_full_disk(kind: str, cfg: DictConfig, save: int, writer: str) -> No
         "manifest": (durable, "write_durably", no_space),
         "copy": (shutil, "copy2", no_space_for_copy),
         "state": (torch, "save", RuntimeError("[enforce fail] write failed\nat")),
-        "distributed": (asynchronous.FileSystemWriter, "write_data", no_space),
-        "distributed on rank 1": (asynchronous.FileSystemWriter, "write_data", no_space),
+        "distributed": (sharded.FileSystemWriter, "write_data", no_space),
+        "distributed on rank 1": (sharded.FileSystemWriter, "write_data", no_space),
     }
     kib_of_files = {"in the middle of weights": 500, "in the middle of the state": 1500}
     owner, name, error = errors.get(writer) or (None, "", no_space)

@@ -32,28 +32,47 @@ class Damaged(Exception):
     """A folder that is not what was published under its name. The message says why."""
 
 
+Files = dict[str, tuple[int, str]]
+"""Size in bytes and SHA-256 of each file, by its path in a folder."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The content of a sealed folder."""
 
     facts: dict[str, Any]
     """The facts that the writer wants to know of the folder without opening its files."""
-    files: dict[str, tuple[int, str]]
-    """Size in bytes and SHA-256 of each file, by its path in the folder."""
+    files: Files
 
 
-def seal(folder: Path, facts: dict[str, Any]) -> None:
-    """Flush everything in ``folder`` to disk, and write its manifest last."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+def flushed(folder: Path, paths: Iterable[Path]) -> Files:
+    """Flush files in ``folder`` to disk; what a manifest says of them."""
+    paths = sorted(paths)
     with ThreadPoolExecutor(_READERS) as pool:
         checksums = list(pool.map(_flush_and_hash, paths))
+    return {
+        path.relative_to(folder).as_posix(): (path.stat().st_size, checksum)
+        for path, checksum in zip(paths, checksums, strict=True)
+    }
+
+
+def seal(folder: Path, facts: dict[str, Any], known: Files | None = None) -> None:
+    """Flush everything in ``folder`` to disk, and write its manifest last.
+
+    Args:
+        known: the files that are on disk already, as ``flushed`` gives them.
+    """
+    (folder / MANIFEST).unlink(missing_ok=True)
+    known = known or {}
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    rest = [path for path in paths if path.relative_to(folder).as_posix() not in known]
+    files = known | flushed(folder, rest)
     content = {
         "format": _FORMAT,
         **facts,
         "files": {
-            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": checksum}
-            for path, checksum in zip(paths, checksums, strict=True)
+            name: {"bytes": size, "sha256": checksum}
+            for name, (size, checksum) in sorted(files.items())
         },
     }
     for below in folder.rglob("*"):

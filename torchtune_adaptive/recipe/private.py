@@ -73,18 +73,6 @@ def training_progress(**how_far: Any) -> dict[str, Any]:
     return TrainingProgress(**how_far).state_dict()
 
 
-def checkpoint_client(cfg: Any, reader: Any) -> Any:
-    """torchtune's client for asynchronous checkpoints, with a reader of ours.
-
-    It makes its own on first use, and has no setting for the folder to load from, nor for the group.
-    """
-    from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
-
-    client = CheckpointClient(cfg)
-    client._dcp_checkpointer = reader
-    return client
-
-
 def initialize_state(optimizer: Any) -> None:
     """Give an optimizer the state that its first step would make, for a checkpoint to be loaded into."""
     from torch.distributed.checkpoint.state_dict import _init_optim_state

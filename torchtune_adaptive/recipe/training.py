@@ -40,7 +40,7 @@ from torchtune_adaptive.recipe.train.stop import StopSignals
 from torchtune_adaptive.recipe.train.validation import Validation
 from torchtune_adaptive.schedule import IncreaseFunction, Schedule
 
-Save = Callable[[Model, Optimizers, Progress, str], None]
+Save = Callable[[Model, Optimizers, Progress, str, bool], None]
 
 
 class RowSource(NamedTuple):
@@ -106,7 +106,7 @@ class Training:
             progress=self.progress,
             metrics=metrics,
             profiling=Profiling(asked.cfg, environment, step.memory),
-            save=lambda name: save(model, optimizers, self.progress, name),
+            save=lambda name, last: save(model, optimizers, self.progress, name, last),
             last_checkpoint=last_checkpoint,
             save_every_n_steps=settings.save_every_n_steps,
             stop=self.stop,

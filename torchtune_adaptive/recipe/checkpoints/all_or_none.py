@@ -67,12 +67,15 @@ class AllOrNone:
         Raises:
             CheckpointError: with the description of the first.
         """
-        own = None if problem is None else describe(problem)
-        with self.ranks.waiting(LONGEST_SAVE):
-            said = self.ranks.gather(own)
+        said = self.gather(None if problem is None else describe(problem))
         reasons = [one for one in said if one is not None]
         if reasons:
             raise CheckpointError(reasons[0]) from problem
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank."""
+        with self.ranks.waiting(LONGEST_SAVE):
+            return self.ranks.gather(value)
 
 
 def read_file(path: str) -> Any:

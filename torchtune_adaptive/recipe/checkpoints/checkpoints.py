@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import shutil
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,22 +29,30 @@ from torchtune.modules.peft import (
 )
 from torchtune.training import OptimizerInBackwardWrapper
 
-from torchtune_adaptive.common import CheckpointError, ConfigError, human_bytes
+from torchtune_adaptive.common import (
+    CheckpointError,
+    ConfigError,
+    announce,
+    durable,
+    human_bytes,
+    launcher,
+)
+from torchtune_adaptive.recipe import private
 from torchtune_adaptive.recipe.checkpoints.all_or_none import (
     AllOrNone,
     read_file,
     reason,
-)
-from torchtune_adaptive.recipe.checkpoints.asynchronous import (
-    TRAINING_STATE,
-    AsynchronousCheckpoints,
-    training_state_of,
 )
 from torchtune_adaptive.recipe.checkpoints.config_changes import (
     require_same_optimizer,
     training_config,
 )
 from torchtune_adaptive.recipe.checkpoints.folder import STATE, CheckpointFolder
+from torchtune_adaptive.recipe.checkpoints.gathering import (
+    SHARE_OF_HOST,
+    gathered_bytes,
+    weights_in_a_file,
+)
 from torchtune_adaptive.recipe.checkpoints.progress import CONFIG_KEY, Progress
 from torchtune_adaptive.recipe.checkpoints.resume_from import (
     Finished,
@@ -52,7 +61,15 @@ from torchtune_adaptive.recipe.checkpoints.resume_from import (
     newest_source,
     say_what_is_replaced,
 )
+from torchtune_adaptive.recipe.checkpoints.sharded import (
+    TRAINING_STATE,
+    ShardedCheckpoints,
+    damage_in_share,
+    training_state_of,
+)
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.asked import Asked
+from torchtune_adaptive.recipe.setup.cgroups import available_memory
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
@@ -61,6 +78,7 @@ log = logging.getLogger(__name__)
 
 ID_KEY = "checkpoint_id"
 """The key in the recipe state of the checkpoint that it belongs to."""
+_FOLDER_IS_SEEN_WITHIN = 10.0  # seconds, on network filesystems
 
 
 class Checkpoints(ABC):
@@ -80,10 +98,12 @@ class Checkpoints(ABC):
         self._output_dir = Path(asked.cfg.checkpointer.output_dir)
         self._folder = CheckpointFolder(self._output_dir, asked.settings.keep_last_n_checkpoints)
         self._require_optimizer_that_can_be_saved()
-        chosen = self._all.decide(self._choose_source)
+        chosen = self._undamaged_source()
         self.finished = chosen if isinstance(chosen, Finished) else None
         """The end of the run, if there is nothing left to train. Nothing can be loaded or saved then."""
         self._source = chosen if isinstance(chosen, Source) else None
+        self._sharded: ShardedCheckpoints | None = None
+        self._shards = False
         if self.finished is None:
             self._checkpointer = self._all.read(self.build_checkpointer)
 
@@ -106,7 +126,10 @@ class Checkpoints(ABC):
     def resume(
         self, model: Model, optimizers: Optimizers, progress: Progress, checkpoint: dict[str, Any]
     ) -> None:
-        """Continue where the checkpoint was saved, if the run is resumed."""
+        """Continue where the checkpoint was saved, if the run is resumed; and decide how it will save."""
+        if self._source is not None and self._source.sharded is not None:
+            checkpoint = self._load_sharded(model, optimizers, progress)
+        self._decide_how_to_save(model)
         if self._source is None:
             return
         progress.resume(checkpoint)
@@ -115,24 +138,46 @@ class Checkpoints(ABC):
             for line in progress.changes:
                 log.warning(line)
 
-    def save(self, model: Model, optimizers: Optimizers, progress: Progress, name: str) -> None:
+    def save(
+        self,
+        model: Model,
+        optimizers: Optimizers,
+        progress: Progress,
+        name: str,
+        last: bool = False,
+    ) -> None:
         """Save a checkpoint ``epoch_<name>``, and remove those that it supersedes.
+
+        Args:
+            last: whether the run ends then, so that nothing may be left to be written in the background.
 
         Raises:
             CheckpointError: on all ranks, if it could not be written; earlier ones are as they were.
         """
+        if self._sharded is not None:
+            self._sharded.finish()
+        in_background = self._asked["enable_async_checkpointing"] and not last
+        if self._shards or in_background:
+            self._save_sharded(model, optimizers, progress, name, in_background)
+            if progress.is_unfinished:
+                return
+        self._save_gathered(model, optimizers, progress, name)
+
+    def save_weights(self, model: Model, optimizers: Optimizers, progress: Progress) -> None:
+        """Save the weights of a run that ended between its last state and them."""
+        self._shards = True
+        self._save_gathered(model, optimizers, progress, f"{progress.epochs_run - 1}")
+
+    def _save_gathered(
+        self, model: Model, optimizers: Optimizers, progress: Progress, name: str
+    ) -> None:
+        """Save what torchtune reads: the weights and, unless a sharded checkpoint has it, the run's state."""
         started = time.perf_counter()
         log.info("Saving checkpoint. This may take some time. Retrieving full model state dict...")
-        weights = training.gather_cpu_state_dict(
-            model.module,
-            self._environment.ranks.is_zero,
-            device=self._environment.device,
-            adapter_weights_only=self._adapters_only,
-        )
-        if self._environment.device.type == "cpu":
-            # These may be the parameters themselves, which merging adapters would change.
-            weights = {key: weight.clone() for key, weight in weights.items()}
+        weights = self._gathered(model)
         facts = self._facts(progress)
+        if self._shards:
+            facts["resumable"] = False
         state: dict[str, Any] = {}
         if facts["resumable"]:
             state = {**progress.state_dict(), ID_KEY: facts["id"]}
@@ -160,18 +205,33 @@ class Checkpoints(ABC):
 
         self._write(write, f"epoch_{name}")
 
-    def close(self) -> None:  # noqa: B027 - nothing to do
+    def close(self) -> None:
         """Leave what groups it has of its own, at the end of a run."""
+        if self._sharded is not None:
+            self._sharded.close()
 
     # --- what a run starts from -----------------------------------------------------------------------
 
-    def _choose_source(self) -> Source | Finished | None:
+    def _undamaged_source(self) -> Source | Finished | None:
+        """The files to resume from. Of those that are sharded, each rank reads its share before."""
+        ranks, damaged = self._environment.ranks, dict[str, str]()
+        while True:
+            chosen = self._all.decide(partial(self._choose_source, damaged))
+            if not isinstance(chosen, Source) or chosen.sharded is None:
+                return chosen
+            own = damage_in_share(Path(chosen.sharded), ranks.rank, ranks.size)
+            damage = [each for each in self._all.gather(own) if each is not None]
+            if not damage:
+                return chosen
+            damaged[chosen.name] = damage[0]
+
+    def _choose_source(self, damaged: Mapping[str, str]) -> Source | Finished | None:
         """The files to resume from, chosen on rank 0; None to start from the beginning."""
         if not self._asked["resume_from_checkpoint"]:
             say_what_is_replaced(self._folder)
             return None
         named = named_source(self._asked.cfg, self._asked.kind)
-        return named or newest_source(self._folder, self._asked.kind, self._epochs)
+        return named or newest_source(self._folder, self._asked.kind, self._epochs, damaged)
 
     def build_checkpointer(self) -> Any:
         """torchtune's checkpointer: it reads the weights, and writes into the staging folder.
@@ -205,8 +265,8 @@ class Checkpoints(ABC):
         source = self._source
         if source is None:
             return loaded
-        if source.distributed is not None:
-            self._require_same_optimizer(training_state_of(Path(source.distributed)))
+        if source.sharded is not None:
+            self._require_same_optimizer(training_state_of(Path(source.sharded)))
             return loaded
         if source.adapters is not None:
             loaded[training.ADAPTER_KEY] = read_file(source.adapters)
@@ -229,7 +289,130 @@ class Checkpoints(ABC):
                 saved["config"], training_config(self._asked.cfg, self._asked.kind)
             )
 
+    def _load_sharded(
+        self, model: Model, optimizers: Optimizers, progress: Progress
+    ) -> dict[str, Any]:
+        """Load a sharded checkpoint into the model and the optimizer; the recipe's state."""
+        assert self._source is not None and self._source.sharded is not None
+        folder, of_torchtune = Path(self._source.sharded), progress.of_torchtune()
+        for optimizer in optimizers.steppers:  # only what it holds already is loaded
+            private.initialize_state(optimizer)
+        state = {**of_torchtune, **self._trained(model, optimizers)}
+        self._writer().load(folder, state)
+        optimizers.saved.load_state_dict(state[training.OPT_KEY])
+        numbers = {key: state[key] for key in of_torchtune}
+        return numbers | self._all.read(partial(training_state_of, folder))
+
+    # --- how it is saved ------------------------------------------------------------------------------
+
+    def _decide_how_to_save(self, model: Model) -> None:
+        """Decide whether each rank saves its part, or rank 0 gathers them.
+
+        Raises:
+            CheckpointError: on all ranks, if neither is possible.
+        """
+        asked, needed = self._asked.settings.sharded_checkpoints, gathered_bytes(model.module)
+        free = self._all.decide(available_memory)
+        several = launcher.size() > launcher.local_size()
+        too_much = needed * SHARE_OF_HOST > free
+        self._shards = several or too_much if asked is None else asked
+        in_background = bool(self._asked["enable_async_checkpointing"])
+        if (self._shards or in_background) and several and not self._see_the_same_folder():
+            if asked or in_background:
+                raise CheckpointError(
+                    f"{self._output_dir}: is not the same folder on all machines, so sharded checkpoints, of "
+                    "which each rank writes a part, would have no common place. Set output_dir to a folder "
+                    f"that all share, or {BLOCK}.sharded_checkpoints=False and enable_async_checkpointing="
+                    "False."
+                )
+            self._shards = False
+        if not self._shards and needed > free:
+            raise CheckpointError(
+                f"{BLOCK}.sharded_checkpoints: a checkpoint would be gathered on rank 0, which takes "
+                f"{human_bytes(needed)} of its host ({human_bytes(free)} are free). Set it to True, with an "
+                "output_dir that all machines share."
+            )
+        if self._shards and asked is None:
+            why = "there are several machines"
+            if too_much:
+                why = (
+                    f"gathering takes {human_bytes(needed)} of rank 0's host, of which {human_bytes(free)} "
+                    "are free"
+                )
+            announce(
+                log,
+                f"Checkpoints are sharded, each rank writes its part: {why}.",
+                rank_zero=self._environment.ranks.is_zero,
+            )
+
+    def _see_the_same_folder(self) -> bool:
+        """Whether ``output_dir`` is one folder to all ranks."""
+        probe = self._output_dir / self._all.decide(lambda: f".shared.{uuid.uuid4().hex[:8]}")
+        self._all.decide(lambda: durable.write_durably(probe, b"?"))
+        until = time.monotonic() + _FOLDER_IS_SEEN_WITHIN
+        while not (seen := probe.exists()) and time.monotonic() < until:
+            time.sleep(0.1)
+            os.listdir(self._output_dir)  # network filesystems remember what was not there
+        seen_by_all = all(self._all.gather(seen))
+        if self._environment.ranks.is_zero:
+            probe.unlink()
+        return seen_by_all
+
+    def _writer(self) -> ShardedCheckpoints:
+        if self._sharded is None:
+            self._sharded = ShardedCheckpoints(self._folder, self._all, self._environment.device)
+        return self._sharded
+
     # --- what is saved --------------------------------------------------------------------------------
+
+    def _save_sharded(
+        self,
+        model: Model,
+        optimizers: Optimizers,
+        progress: Progress,
+        name: str,
+        in_background: bool,
+    ) -> None:
+        # torchtune finds those at the end of epochs by their name, and would take others for such.
+        staged = f"dist_epoch_{name}" if name.isdecimal() else f"epoch_{name}"
+        facts, writer = self._facts(progress), self._writer()
+
+        def begin() -> None:
+            torch.save(progress.training_state(), self._folder.begin(staged) / TRAINING_STATE)
+
+        self._write(begin, staged)
+        state = {**progress.of_torchtune(), **self._trained(model, optimizers)}
+        describe = partial(self._unwritable, staged)
+        writer.save(staged, state, facts, describe, in_background=in_background)
+
+    def _trained(self, model: Model, optimizers: Optimizers) -> dict[str, Any]:
+        """What training has changed, as each rank has it."""
+        return {
+            **self._trained_weights(model.module.state_dict()),
+            training.OPT_KEY: optimizers.saved.state_dict(),
+        }
+
+    def _gathered(self, model: Model) -> dict[str, Any]:
+        """The weights that the checkpointer expects, on rank 0."""
+        environment, adapters_only = self._environment, self._adapters_only
+        if self._shards:
+            self._all.decide(lambda: self._folder.staging.mkdir(parents=True, exist_ok=True))
+            weights = model.module.state_dict()
+            if adapters_only:
+                weights = get_adapter_state_dict(weights, device=None)
+            return weights_in_a_file(
+                weights, environment.ranks.is_zero, environment.device, self._folder.staging
+            )
+        weights = training.gather_cpu_state_dict(
+            model.module,
+            environment.ranks.is_zero,
+            device=environment.device,
+            adapter_weights_only=adapters_only,
+        )
+        if environment.device.type == "cpu":
+            # These may be the parameters themselves, which merging adapters would change.
+            weights = {key: weight.clone() for key, weight in weights.items()}
+        return weights
 
     def write_files(
         self, name: str, parts: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]
@@ -320,48 +503,19 @@ class Checkpoints(ABC):
             )
 
     @abstractmethod
+    def _trained_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Those of the model's weights that are trained, by torchtune's key for them."""
+
+    @abstractmethod
     def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
         """What the checkpointer expects of the weights, on rank 0."""
 
 
 class FullCheckpoints(Checkpoints):
-    """Checkpoints of a model whose weights are all trained; asynchronous ones, too."""
+    """Checkpoints of a model whose weights are all trained."""
 
-    def __init__(self, asked: Asked, environment: Environment, epochs: int) -> None:
-        super().__init__(asked, environment, epochs)
-        self._asynchronous: AsynchronousCheckpoints | None = None
-        resumes_distributed = self._source is not None and self._source.distributed is not None
-        self._saves_asynchronously = asked["enable_async_checkpointing"]
-        if self._saves_asynchronously or resumes_distributed:
-            self._asynchronous = AsynchronousCheckpoints(asked.cfg, self._folder, self._all)
-
-    def resume(
-        self, model: Model, optimizers: Optimizers, progress: Progress, checkpoint: dict[str, Any]
-    ) -> None:
-        if self._asynchronous is not None and self._source and self._source.distributed:
-            folder = Path(self._source.distributed)
-            checkpoint = self._asynchronous.load(folder, model, optimizers)
-        super().resume(model, optimizers, progress, checkpoint)
-
-    def save(self, model: Model, optimizers: Optimizers, progress: Progress, name: str) -> None:
-        if self._asynchronous is not None:
-            self._asynchronous.finish()
-            # The last one of a run, and one mid-epoch, must be there before the run ends.
-            if self._saves_asynchronously and progress.is_unfinished and name.isdecimal():
-                staged, facts = f"dist_epoch_{name}", self._facts(progress)
-                self._write(lambda: self._asynchronous_begins(staged, progress), staged)
-                describe = partial(self._unwritable, staged)
-                self._asynchronous.begin(model, optimizers, progress, staged, facts, describe)
-                return
-        super().save(model, optimizers, progress, name)
-
-    def close(self) -> None:
-        if self._asynchronous is not None:
-            self._asynchronous.close()
-        super().close()
-
-    def _asynchronous_begins(self, name: str, progress: Progress) -> None:
-        torch.save(progress.training_state(), self._folder.begin(name) / TRAINING_STATE)
+    def _trained_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+        return {training.MODEL_KEY: weights}
 
     def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
         return {training.MODEL_KEY: weights}
@@ -384,6 +538,9 @@ class LoRACheckpoints(Checkpoints):
             ),
             "peft_type": "LORA",
         }
+
+    def _trained_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+        return {training.ADAPTER_KEY: get_adapter_state_dict(weights, device=None)}
 
     def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
         parts = {

@@ -1,8 +1,8 @@
 """The checkpoints in an output folder: which is the newest complete one, and which make way for it.
 
-Each is a folder with torchtune's name (``epoch_0``; ``epoch_0_step_500`` mid-epoch; ``dist_epoch_0`` if
-it was saved asynchronously) that holds everything that belongs together, the recipe state included. It is
-written in ``.saving`` and published by one rename (see ``durable``).
+Each is a folder with torchtune's name (``epoch_0``; ``epoch_0_step_500`` mid-epoch; ``dist_epoch_0`` for a
+sharded one at the end of an epoch) that holds everything that belongs together, the recipe state included. It
+is written in ``.saving`` and published by one rename (see ``durable``).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any
 
 from torchtune_adaptive.common import (
@@ -27,6 +27,7 @@ from torchtune_adaptive.common import (
     durable,
     not_essential,
 )
+from torchtune_adaptive.common.durable import Files
 from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.recipe.checkpoints.all_or_none import AllOrNone
 from torchtune_adaptive.recipe.settings.asked import Asked
@@ -38,7 +39,7 @@ STATE = "recipe_state.pt"
 TORCH_METADATA = ".metadata"
 """The file that torch writes last into a distributed checkpoint."""
 
-_NAME = re.compile(r"(?P<distributed>dist_)?epoch_(?P<epoch>\d+)(_step_(?P<step>\d+))?")
+_NAME = re.compile(r"(dist_)?epoch_(?P<epoch>\d+)(_step_(?P<step>\d+))?")
 _STAGING = ".saving"
 _TRASH = ".trash"
 _STATELESS = "it is the end of a run, saved without its recipe state"
@@ -99,17 +100,24 @@ class Checkpoint:
         return int(self.facts.get("epochs_run", 0))
 
     @property
-    def is_distributed(self) -> bool:
-        return _parsed(self.name)["distributed"] is not None
+    def is_sharded(self) -> bool:
+        """Whether it is in torch's distributed format."""
+        return self.manifest is None or TORCH_METADATA in self.manifest.files
+
+    @property
+    def place(self) -> tuple[str | None, str | None]:
+        """The place in the run where it was saved: the epoch, and the step if that is in the middle of it."""
+        parsed = _parsed(self.name)
+        return parsed["epoch"], parsed["step"]
 
     @property
     def is_mid_epoch(self) -> bool:
-        return _parsed(self.name)["step"] is not None
+        return self.place[1] is not None
 
     @property
     def is_resumable(self) -> bool:
         """Whether it was saved with what resuming needs, and that has not been removed since."""
-        if self.is_distributed:
+        if self.is_sharded:
             return True
         return bool(self.facts.get("resumable")) and (self.folder / STATE).exists()
 
@@ -163,10 +171,14 @@ class CheckpointFolder:
         staged.mkdir(parents=True)
         return staged
 
-    def publish(self, name: str, facts: dict[str, Any]) -> None:
-        """Make what has been written a checkpoint, all at once; only then older ones make way."""
+    def publish(self, name: str, facts: dict[str, Any], known: Files | None = None) -> None:
+        """Make what has been written a checkpoint, all at once; only then older ones make way.
+
+        Args:
+            known: the files that are on disk already; see ``durable.seal``.
+        """
         numbered = {"number": 1 + max((one.number for one in self._all()), default=0), **facts}
-        durable.seal(self.staging / name, numbered)
+        durable.seal(self.staging / name, numbered, known)
         self._put_in_place(self.staging / name)
         try:
             self._remove_superseded()
@@ -215,7 +227,11 @@ class CheckpointFolder:
     # --- finding --------------------------------------------------------------------------------------
 
     def newest(
-        self, recipe: str, reads: Collection[str] | None = None, epochs: int | None = None
+        self,
+        recipe: str,
+        reads: Collection[str] | None = None,
+        epochs: int | None = None,
+        damaged: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[Checkpoint | None, list[str]]:
         """The newest complete checkpoint, and those that are newer but not usable, with the reason.
 
@@ -223,6 +239,8 @@ class CheckpointFolder:
             recipe: the name of the kind of recipe that will resume.
             reads: the names of the files that will be read, besides the recipe state; None for all.
             epochs: the epochs that the run wants. A checkpoint that has them all needs no recipe state.
+            damaged: the sharded checkpoints that ranks have found to be damaged, with the reason. Those are
+                too large for this rank alone: it looks at the sizes of their files only.
 
         Returns:
             No checkpoint if none has ever been saved here.
@@ -233,7 +251,7 @@ class CheckpointFolder:
         skipped = self._complete_interrupted()
         unusable: list[str] = []
         for checkpoint in sorted(self._all(unusable), key=lambda one: -one.number):
-            reason = _why_not(checkpoint, recipe, reads, epochs)
+            reason = damaged.get(checkpoint.name) or _why_not(checkpoint, recipe, reads, epochs)
             if reason is None:
                 return checkpoint, skipped + unusable
             unusable.append(f"{checkpoint.name} ({reason})")
@@ -313,9 +331,11 @@ def superseded(
     ours = [one for one in checkpoints if one.manifest is not None]
     newest_first = sorted(ours, key=lambda one: -one.number)
     if keep is not None:
-        return newest_first[keep:], []
+        # At the end of a run, the weights and what continues it may be two folders.
+        kept = list(dict.fromkeys(one.place for one in newest_first))[:keep]
+        return [one for one in newest_first if one.place not in kept], []
     gone = [one for one in newest_first[1:] if one.is_mid_epoch]
-    with_state = [one for one in newest_first if one.is_resumable and not one.is_distributed]
+    with_state = [one for one in newest_first if one.is_resumable and not one.is_sharded]
     return gone, [one for one in with_state[1:] if one not in gone]
 
 
@@ -344,9 +364,11 @@ def _why_not(
     if saved_by != recipe:
         return f"it was saved by the {saved_by} recipe"
     expected, read = set(manifest.files), set(manifest.files if reads is None else reads)
-    if checkpoint.is_resumable and not checkpoint.is_distributed:
+    if checkpoint.is_sharded:
+        read = set()
+    elif checkpoint.is_resumable:
         read.add(STATE)
-    elif not checkpoint.is_resumable:
+    else:
         if epochs is None or checkpoint.epochs_run < epochs:
             return _STRIPPED if checkpoint.facts["resumable"] else _STATELESS
         expected.discard(STATE)

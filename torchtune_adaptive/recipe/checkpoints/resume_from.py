@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,20 +30,20 @@ class Source:
         weights: the model's, in place of those that the config names.
         adapters: the adapters, trained beside a frozen model.
         state: the recipe's state.
-        distributed: the folder of an asynchronous checkpoint, which is all of it.
+        sharded: the folder of a sharded checkpoint, which is all of it.
         checkpoint: the id that all of them share; None if none of them has one.
     """
 
     weights: tuple[str, ...] | None = None
     adapters: str | None = None
     state: str | None = None
-    distributed: str | None = None
+    sharded: str | None = None
     checkpoint: str | None = None
 
     @property
     def name(self) -> str:
         """The folder of the checkpoint, as it is called in the output folder."""
-        found = self.distributed or str(Path(self.state or "").resolve().parent)
+        found = self.sharded or str(Path(self.state or "").resolve().parent)
         return Path(found).name
 
     def require_same(self, checkpoint: str | None) -> None:
@@ -72,14 +73,21 @@ class Finished:
         )
 
 
-def newest_source(folder: CheckpointFolder, kind: Kind, epochs: int) -> Source | Finished | None:
+def newest_source(
+    folder: CheckpointFolder, kind: Kind, epochs: int, damaged: Mapping[str, str]
+) -> Source | Finished | None:
     """The newest complete checkpoint in an output folder, or None if none has been saved.
+
+    Args:
+        damaged: sharded checkpoints that are not, with the reason.
 
     Raises:
         CheckpointError: none can be resumed from.
     """
     # Merged weights are large, and not read.
-    found, skipped = folder.newest(kind.name, [ADAPTERS] if kind.adapters else None, epochs)
+    found, skipped = folder.newest(
+        kind.name, [ADAPTERS] if kind.adapters else None, epochs, damaged
+    )
     passed_over = f" Skipped: {'; '.join(skipped)}." if skipped else ""
     if found is None:
         log.warning(
@@ -87,14 +95,14 @@ def newest_source(folder: CheckpointFolder, kind: Kind, epochs: int) -> Source |
             f"the beginning.{passed_over}"
         )
         return None
-    if found.epochs_run >= epochs:
+    if found.epochs_run >= epochs and not found.is_sharded:  # or its weights are still to be saved
         return Finished(str(found.folder), found.epochs_run)
     step = found.facts.get("step")
     log.info(
         f"Resuming from {found.folder}{f' (step {step})' if step is not None else ''}.{passed_over}"
     )
-    if found.is_distributed:
-        return Source(distributed=str(found.folder))
+    if found.is_sharded:
+        return Source(sharded=str(found.folder))
     at = {name: str((found.folder / name).absolute()) for name in found.manifest.files}  # type: ignore[union-attr]
     state, checkpoint = at[STATE], found.facts["id"]
     if kind.adapters:

@@ -88,6 +88,11 @@ class AdaptiveSettings:
     """Keep only the newest N checkpoints. By default all those of epochs are kept, and the newest mid-epoch
     one (docs/checkpoints.md)."""
 
+    sharded_checkpoints: bool | None = _setting(None, memory=False)
+    """Let each rank save its part of a checkpoint, in place of gathering all on rank 0. By default, where
+    that would take more than a quarter of its host's free memory, or with several machines
+    (docs/checkpoints.md)."""
+
     # All ways to search find the same size.
     search: strategies.Strategy | Literal["predict"] = _setting("extrapolate", memory=False)
     """The way to search. ``extrapolate``, ``bisect`` and ``halve`` find the same size in different numbers of

@@ -289,12 +289,6 @@ def _conflicts_with_config(asked: Asked) -> Iterator[Conflict]:
         "cannot be combined with tensor_parallel_dim: logits are whole only outside of the last projection",
         "Set it to False, or tensor_parallel_dim=1",
     )
-    yield (
-        settings.save_every_n_steps and asked["enable_async_checkpointing"],
-        "save_every_n_steps",
-        "cannot be asynchronous: torchtune finds asynchronous checkpoints by their epoch",
-        "Set enable_async_checkpointing=False, or save_every_n_steps=null",
-    )
 
 
 def _conflicts_of_rollouts(asked: Asked) -> Iterator[Conflict]:

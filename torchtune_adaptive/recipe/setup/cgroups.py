@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+import psutil
+
 _NO_LIMIT = 1 << 60  # version 1 has no word for it: a number that no machine has
 
 
@@ -61,6 +63,11 @@ def limiting_groups(root: Path = Path("/")) -> list[ControlGroup]:
         if limit < _NO_LIMIT:
             found.append(ControlGroup(limit, folder, version))
     return found
+
+
+def available_memory() -> int:
+    """Bytes that processes of this host can get now; of a container, that it lets them have."""
+    return min(each.available for each in (psutil.virtual_memory(), *limiting_groups()))
 
 
 def _groups(root: Path) -> Iterator[tuple[_Version, Path]]:

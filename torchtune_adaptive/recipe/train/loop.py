@@ -72,8 +72,8 @@ class TrainingLoop:
     progress: Progress
     metrics: Metrics
     profiling: Profiling
-    save: Callable[[str], None]
-    """A function that saves a checkpoint of this name, with the progress as it is."""
+    save: Callable[[str, bool], None]
+    """A function that saves a checkpoint of this name, with the progress as it is; the last one, or not."""
     last_checkpoint: Callable[[], str]
     """A function that names the newest one."""
     save_every_n_steps: int | None
@@ -118,7 +118,7 @@ class TrainingLoop:
                 self.progress.epochs_run += 1
                 is_last = not self.progress.is_unfinished
                 if is_last or self.progress.epochs_run % self.save_every_n_epochs == 0:
-                    self._save(f"{epoch}", used)
+                    self._save(f"{epoch}", used, is_last)
         self.profiling.stop()
         self._summarize()
 
@@ -140,7 +140,7 @@ class TrainingLoop:
         while self._is_room_for_a_step(epoch):
             if rows.are_over:  # before the epoch is
                 if self.global_step > self._saved:
-                    self._save(f"{epoch}_step_{self.global_step}", rows.used)
+                    self._save(f"{epoch}_step_{self.global_step}", rows.used, last=True)
                 display.close()
                 return False
             self.profiling.before_step(epoch, number)
@@ -157,7 +157,7 @@ class TrainingLoop:
             if not rows.can_be_left:
                 continue
             if is_due or stop:
-                self._save(f"{epoch}_step_{self.global_step}", rows.used)
+                self._save(f"{epoch}_step_{self.global_step}", rows.used, last=stop)
                 is_due = False
             if stop:
                 self.stop.saved = self.last_checkpoint()
@@ -252,7 +252,7 @@ class TrainingLoop:
 
     # --- checkpoints ------------------------------------------------------------------------------------
 
-    def _save(self, name: str, used: int) -> None:
+    def _save(self, name: str, used: int, last: bool) -> None:
         runner = self.runner
         self.watchdog.enter(f"saving the checkpoint epoch_{name}", patience=None)
         # What saving needs is not what training needs: neither should find the other's cached memory.
@@ -260,7 +260,7 @@ class TrainingLoop:
         try:
             self.progress.training = self._state(used)
             self.progress.history = self.metrics.state_dict()
-            self.save(name)
+            self.save(name, last)
         except Exception as error:
             if not DeviceMemory.is_out_of_memory(error):
                 raise

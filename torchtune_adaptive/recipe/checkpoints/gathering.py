@@ -1,0 +1,56 @@
+"""Gathering a model on rank 0's host: what it takes, and how to take less."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torchtune import training
+
+_MOMENTS = 2
+"""Tensors that optimizers keep for each trained parameter: Adam's. Few keep more, some keep fewer."""
+SHARE_OF_HOST = 4
+"""The part of the free memory of rank 0's host, as 1 / n, from which on checkpoints are not gathered."""
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """The host memory that a gathered checkpoint takes: all weights, and the state of the optimizer."""
+    parameters = [*model.parameters()]  # of sharded ones, the numbers are of the whole
+    weights = sum(each.numel() * each.element_size() for each in parameters)
+    trained = sum(each.numel() * each.element_size() for each in parameters if each.requires_grad)
+    return weights + _MOMENTS * trained
+
+
+def weights_in_a_file(
+    weights: Mapping[str, torch.Tensor], is_rank_zero: bool, device: torch.device, folder: Path
+) -> dict[str, torch.Tensor]:
+    """Whole weights, on rank 0, in memory that a file backs: the host can write it back and use it elsewhere.
+
+    They are gathered one by one. The file has no name, so its space is free again with the last tensor.
+
+    Args:
+        weights: those of a model, of which each rank may have a part.
+        folder: a folder on a filesystem with room for the weights.
+    """
+    gathered = {}
+    for name, weight in weights.items():
+        one = SimpleNamespace(state_dict=lambda name=name, weight=weight: {name: weight})
+        whole = training.gather_cpu_state_dict(one, is_rank_zero, device=device)
+        if is_rank_zero:
+            gathered[name] = _in_a_file(whole[name], folder)
+    return gathered
+
+
+def _in_a_file(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+    if not tensor.nbytes:
+        return tensor
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        # Where a disk is full, a write to mapped memory would end the process.
+        os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
+        mapped = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
+    return mapped.view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -1,0 +1,216 @@
+"""Checkpoints in torch's distributed format: each rank writes its part, at once or while training continues.
+
+Nothing is gathered, and a run on any number of ranks, with any mesh, reads what it needs of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from torchtune_adaptive.common import CheckpointError, durable
+from torchtune_adaptive.core import SomeRanks, own_group
+from torchtune_adaptive.recipe.checkpoints.all_or_none import (
+    LONGEST_SAVE,
+    AllOrNone,
+    read_file,
+    reason,
+)
+from torchtune_adaptive.recipe.checkpoints.folder import Checkpoint, CheckpointFolder
+
+log = logging.getLogger(__name__)
+
+TRAINING_STATE = "training_state.pt"
+"""The file beside torch's with what torchtune's format has no place for."""
+_WRITERS = 4  # threads on each rank, each of which writes a file
+
+
+class ShardedCheckpoints:
+    """Writes checkpoints, one at a time, and loads one.
+
+    Args:
+        device: the device of what is saved.
+    """
+
+    def __init__(
+        self, folder: CheckpointFolder, all_or_none: AllOrNone, device: torch.device
+    ) -> None:
+        self._folder = folder
+        self._all = all_or_none
+        self._device = device
+        # A thread in the background runs collectives, which must not meet those of training.
+        waits = timedelta(seconds=LONGEST_SAVE)
+        self._group: dist.ProcessGroup | None = own_group(waits)
+        ranks = all_or_none.ranks
+        self._in_thread = AllOrNone(SomeRanks([*range(ranks.size)], ranks.rank, self._group, waits))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._stager: DefaultStager | None = None
+        self._running: Future[None] | None = None
+
+    def save(
+        self,
+        name: str,
+        state: dict[str, Any],
+        facts: dict[str, Any],
+        describe: Callable[[BaseException], str],
+        *,
+        in_background: bool,
+    ) -> None:
+        """Write a checkpoint into the staged folder ``name``, and publish it.
+
+        Args:
+            facts: what its manifest says of it.
+            describe: function that says why it could not be written.
+            in_background: whether to return as soon as there is a copy of ``state`` in host memory.
+
+        Raises:
+            CheckpointError: on all ranks, if it could not be written; in the background, ``finish`` does.
+        """
+        if not in_background:
+            self._write(name, state, facts, describe)
+            return
+        problem, staged = None, state
+        try:
+            staged = self._copy(state)
+        except Exception as error:
+            problem = error
+        try:
+            self._all.raise_if_any(problem, describe)
+        except CheckpointError:
+            self._abandon(name)
+            raise
+        self._running = self._thread.submit(self._write, name, staged, facts, describe)
+
+    def finish(self) -> None:
+        """Wait for what is being written: before the next save, and before the run ends."""
+        if self._running is not None:
+            problem, self._running = self._running.exception(), None
+            self._all.raise_if_any(problem, str)
+
+    def close(self) -> None:
+        """End the thread and leave the group of its own, at the end of a run."""
+        self._thread.shutdown()
+        if self._stager is not None:
+            self._stager.close()
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """Load a checkpoint into the tensors of ``state``, and replace its other values."""
+
+        def read() -> None:
+            reader = FileSystemReader(folder)
+            try:
+                dcp.load(state, storage_reader=reader, process_group=self._group)
+            except CheckpointException as error:  # which is no Exception
+                raise CheckpointError(f"{folder}: cannot be loaded ({reason(error)}).") from None
+
+        self._all.read(read)
+
+    def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy in host memory, which stays for the next one."""
+        if self._stager is None:
+            from_device = self._device.type != "cpu"
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=from_device,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=from_device,
+                )
+            )
+        copied = self._stager.stage(state)
+        assert isinstance(copied, dict)  # and no future, as it is not asynchronous
+        return copied
+
+    def _write(
+        self,
+        name: str,
+        state: dict[str, Any],
+        facts: dict[str, Any],
+        describe: Callable[[BaseException], str],
+    ) -> None:
+        """Write and publish; all ranks do, and all end alike."""
+        try:
+            written = self._written(name, state, describe)
+            self._in_thread.decide(partial(self._publish, name, facts, written, describe))
+        except BaseException as error:
+            log.error(f"The checkpoint {name} could not be written: {reason(error)}.")
+            self._abandon(name)
+            raise
+
+    def _written(
+        self, name: str, state: dict[str, Any], describe: Callable[[BaseException], str]
+    ) -> durable.Files:
+        """The files of all ranks, written and on disk."""
+        folder, mine = self._folder.staging / name, durable.Files()
+        problem: BaseException | None = None
+        try:
+            writer = FileSystemWriter(folder, thread_count=_WRITERS, sync_files=False)
+            dcp.save(state, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:  # on all ranks, if on one
+            problem = error
+        except BaseException as error:
+            # This rank may have left the others in the middle: they learn of it when it leaves the group.
+            group, self._group = self._group, None
+            dist.destroy_process_group(group)
+            raise CheckpointError(describe(error)) from error
+        if problem is None:
+            try:
+                # Each rank reads what it has written, which is still in memory.
+                mine = durable.flushed(folder, folder.glob(f"__{self._all.ranks.rank}_*"))
+            except OSError as error:
+                problem = error
+        self._in_thread.raise_if_any(problem, describe)
+        everyones: durable.Files = {}
+        for files in self._in_thread.ranks.gather(mine):
+            everyones |= files
+        return everyones
+
+    def _publish(
+        self,
+        name: str,
+        facts: dict[str, Any],
+        written: durable.Files,
+        describe: Callable[[BaseException], str],
+    ) -> None:
+        try:
+            self._folder.publish(name, facts, written)
+        except OSError as error:
+            raise CheckpointError(describe(error)) from error
+        log.info(f"Saved the checkpoint {self._folder.path / name}.")
+
+    def _abandon(self, name: str) -> None:
+        if self._all.ranks.is_zero:
+            self._folder.abandon(name)
+
+
+def damage_in_share(folder: Path, rank: int, ranks: int) -> str | None:
+    """What is damaged in a rank's share of a checkpoint's files; None if nothing is, or nobody can tell."""
+    try:
+        manifest = Checkpoint.read(folder).manifest
+        assert manifest is not None
+        durable.check_contents(folder, manifest, sorted(manifest.files)[rank::ranks])
+    except durable.Damaged as damage:
+        return str(damage) if (folder / durable.MANIFEST).exists() else None
+    return None
+
+
+def training_state_of(folder: Path) -> dict[str, Any]:
+    """What a checkpoint has of ours; nothing if torchtune saved it."""
+    file = folder / TRAINING_STATE
+    return copy.deepcopy(read_file(str(file))) if file.exists() else {}
