@@ -145,7 +145,7 @@ def logged(folder: Path) -> dict[int, float]:
 def stopped_after(step: int, whole: Path, folder: Path) -> Path:
     """What a run leaves that is stopped after a step: a whole run's folder without what came later."""
     shutil.copytree(whole, folder, symlinks=True)
-    for saved in folder.glob("epoch_*"):
+    for saved in folder.glob("*epoch_*"):
         number = re.search(r"_step_(\d+)$", saved.name)
         if number is None or int(number[1]) > step:
             shutil.rmtree(saved)

@@ -40,9 +40,17 @@ from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
 pytestmark = pytest.mark.runs
 
 SAVES = {"save_every_n_steps": 2, "max_steps_per_epoch": 3, "epochs": 2}
+SHARDED = {"adaptive_batching.sharded_checkpoints": True}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "full": ("full", 1, SAVES),
     "asynchronous": ("full", 2, ASYNCHRONOUS),
+    "sharded": ("full", 2, {**SAVES, **SHARDED}),
+    "sharded, in the background": (
+        "full",
+        2,
+        {**SAVES, "adaptive_batching.sharded_checkpoints": "background"},
+    ),
+    "sharded, adapters": ("lora", 2, {**SAVES, **SHARDED}),
     "lora": ("lora", 1, {**SAVES, "model.lora_dropout": 0.1}),
     "adapters only": ("lora", 1, {**SAVES, "save_adapter_weights_only": True}),
     "dora": ("lora", 1, {**SAVES, "model.use_dora": True}),
@@ -72,7 +80,7 @@ def what_is_resumed(kind: str, epochs: int, folder: Path) -> str:
     if found is None:
         return "0, nothing"
     if found.epochs_run >= epochs:
-        return "99, the run is finished"
+        return "98, the weights are missing" if found.is_sharded else "99, the run is finished"
     return f"{found.number}, {found.name}, staged: {staged}, unfinished: {unfinished}"
 
 

@@ -66,8 +66,9 @@ def run_signalled(
         ("full", signal.SIGTERM, 1, {"optimizer_in_bwd": True}),
         ("lora", signal.SIGTERM, 5, {"model.lora_dropout": 0.1}),
         ("full", signal.SIGTERM, 5, {"enable_async_checkpointing": True}),
+        ("lora", signal.SIGTERM, 5, {"adaptive_batching.sharded_checkpoints": "background"}),
     ],
-    ids=["an epoch's last step", "optimizer in backward", "lora", "asynchronous"],
+    ids=["an epoch's last step", "optimizer in backward", "lora", "asynchronous", "in background"],
 )
 def test_a_signal_to_one_rank_saves_on_all_and_the_run_resumes_exactly(
     kind: str, number: int, step: int, changes: dict[str, Any], tmp_path: Path

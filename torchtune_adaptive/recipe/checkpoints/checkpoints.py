@@ -104,6 +104,11 @@ class Checkpoints(ABC):
         self._source = chosen if isinstance(chosen, Source) else None
         self._sharded: ShardedCheckpoints | None = None
         self._shards = False
+        background = asked.settings.sharded_checkpoints == "background"
+        self._in_background = background or asked["enable_async_checkpointing"]
+        self._in_background = self._asked["enable_async_checkpointing"] or (
+            asked.settings.sharded_checkpoints == "background"
+        )
         if self.finished is None:
             self._checkpointer = self._all.read(self.build_checkpointer)
 
@@ -156,7 +161,7 @@ class Checkpoints(ABC):
         """
         if self._sharded is not None:
             self._sharded.finish()
-        in_background = self._asked["enable_async_checkpointing"] and not last
+        in_background = self._in_background and not last
         if self._shards or in_background:
             self._save_sharded(model, optimizers, progress, name, in_background)
             if progress.is_unfinished:
@@ -315,10 +320,9 @@ class Checkpoints(ABC):
         free = self._all.decide(available_memory)
         several = launcher.size() > launcher.local_size()
         too_much = needed * SHARE_OF_HOST > free
-        self._shards = several or too_much if asked is None else asked
-        in_background = bool(self._asked["enable_async_checkpointing"])
-        if (self._shards or in_background) and several and not self._see_the_same_folder():
-            if asked or in_background:
+        self._shards = several or too_much if asked is None else bool(asked)
+        if (self._shards or self._in_background) and several and not self._see_the_same_folder():
+            if asked or self._in_background:
                 raise CheckpointError(
                     f"{self._output_dir}: is not the same folder on all machines, so sharded checkpoints, of "
                     "which each rank writes a part, would have no common place. Set output_dir to a folder "

@@ -88,10 +88,10 @@ class AdaptiveSettings:
     """Keep only the newest N checkpoints. By default all those of epochs are kept, and the newest mid-epoch
     one (docs/checkpoints.md)."""
 
-    sharded_checkpoints: bool | None = _setting(None, memory=False)
-    """Let each rank save its part of a checkpoint, in place of gathering all on rank 0. By default, where
-    that would take more than a quarter of its host's free memory, or with several machines
-    (docs/checkpoints.md)."""
+    sharded_checkpoints: Literal["background"] | bool | None = _setting(None, memory=False)
+    """Let each rank save its part of a checkpoint, in place of gathering all on rank 0; ``background``: while
+    training continues. By default, where a gather would take more than a quarter of its host's free memory,
+    and with several machines (docs/checkpoints.md)."""
 
     # All ways to search find the same size.
     search: strategies.Strategy | Literal["predict"] = _setting("extrapolate", memory=False)

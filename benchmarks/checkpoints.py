@@ -1,0 +1,139 @@
+"""What saving a checkpoint costs: gathered on rank 0, sharded, and sharded in the background.
+
+    python benchmarks/checkpoints.py [--ranks 4] [--layers 14] [--rounds 3]
+
+The same runs of full fine-tuning with AdamW, on a Llama of about 1 GB in fp32, take turns. Each saves after
+every second step. *Still* is how long training stands still for a save, with the wait for one that is being
+written; of the saves after the first, which makes groups, threads and buffers, the median. *Host memory* is
+what rank 0 has more in a save than before it, in memory that no file backs.
+
+Runs on the CPU. All ranks share its cores and one disk, which a cluster's do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import run_ours, tiny_config
+from torchtune_adaptive.recipe import tiny
+from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
+
+SHARDED = "adaptive_batching.sharded_checkpoints"
+WAYS: dict[str, dict[str, Any]] = {
+    "gathered": {SHARDED: False},
+    "sharded": {SHARDED: True},
+    "in the background": {SHARDED: "background"},
+}
+SIZE = {"num_heads": 16, "num_kv_heads": 16, "embed_dim": 1024, "intermediate_dim": 4096}
+SAVES = 4
+EVERY = 2  # steps
+
+
+def anonymous_bytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith("Anonymous:")]
+    return int(line.split()[1]) << 10
+
+
+@contextmanager
+def peak_of_memory(peaks: list[int]) -> Iterator[None]:
+    """Notes how much more memory than at the beginning this process has had."""
+    before, most, done = anonymous_bytes(), 0, threading.Event()
+
+    def look() -> None:
+        nonlocal most
+        while not done.wait(0.02):
+            most = max(most, anonymous_bytes() - before)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        peaks.append(most)
+
+
+def train(cfg: DictConfig) -> tuple[list[float], int]:
+    """Seconds that training stood still for each save, and bytes of this rank in one."""
+    save, seconds, peaks = Checkpoints.save, list[float](), list[int]()
+
+    def timed(self: Checkpoints, *arguments: Any) -> None:
+        *_, last = arguments
+        with peak_of_memory(peaks):
+            started = time.perf_counter()
+            save(self, *arguments)
+        if not last:  # a run's end has its weights gathered as well
+            seconds.append(time.perf_counter() - started)
+
+    Checkpoints.save = timed  # type: ignore[method-assign]
+    try:
+        run_ours("full", cfg)
+    finally:
+        Checkpoints.save = save  # type: ignore[method-assign]
+    return seconds, max(peaks[:-1])
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--ranks", type=int, default=4)
+    arguments.add_argument("--layers", type=int, default=14)
+    arguments.add_argument("--rounds", type=int, default=3)
+    asked = arguments.parse_args()
+    size = {**SIZE, "num_layers": asked.layers}
+    seen: dict[str, list[tuple[list[float], int]]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as folder:
+        assets = Path(folder) / "assets"
+        assets.mkdir()
+        os.environ["TMPDIR"] = folder
+        tiny.make(assets, size)
+        weights = sum(file.stat().st_size for file in assets.glob("*.safetensors"))
+        for round_ in range(asked.rounds):
+            for way, setting in WAYS.items():
+                with tempfile.TemporaryDirectory(dir=folder) as out:
+                    cfg = tiny_config(
+                        "full",
+                        out,
+                        assets=str(assets),
+                        batch_size=1,
+                        epochs=1,
+                        save_every_n_steps=EVERY,
+                        max_steps_per_epoch=SAVES * EVERY + 1,
+                        **{f"model.{key}": value for key, value in size.items()},
+                        **setting,
+                    )
+                    first, *_ = run_ranks(train, asked.ranks, cfg, timeout=1800, join=False)
+                    seen[way].append(first)
+                print(f"round {round_ + 1}: {way}", file=sys.stderr)
+    print(
+        f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; {weights:,} bytes of weights "
+        f"in fp32 and AdamW, {asked.ranks} ranks, {asked.rounds} rounds of {SAVES} saves\n"
+    )
+    print(f"{'':20}{'still, s':>10}{'quartiles':>14}{'rank 0, MB':>12}")
+    for way, rounds in seen.items():
+        seconds = [each for saves, _ in rounds for each in saves[1:]]
+        low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        memory = statistics.median(most for _, most in rounds)
+        print(f"{way:20}{middle:>10.1f}{f'{low:.1f} {high:.1f}':>14}{memory / 1e6:>12.0f}")
+
+
+if __name__ == "__main__":
+    main()
