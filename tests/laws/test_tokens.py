@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,18 +104,22 @@ class Rows(Dataset[Any]):
         return index
 
 
-def counted_packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """How often rows were packed since the last time."""
-    packs: list[Any] = []
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Function that says how often rows were packed since it was called before."""
+    seen: list[Any] = []
 
     def noting(*arguments: Any) -> Any:
-        packs.append(arguments)
+        seen.append(arguments)
         return pack(*arguments)
 
+    def since_last_time() -> int:
+        count = len(seen)
+        seen.clear()
+        return count
+
     monkeypatch.setattr(micro_batches, "pack", noting)
-    while True:
-        yield len(packs)
-        packs.clear()
+    return since_last_time
 
 
 def of_tokens(lengths: list[int]) -> ByTokens:
@@ -123,9 +127,7 @@ def of_tokens(lengths: list[int]) -> ByTokens:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_rows_of_a_step_are_packed_once(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    packs = counted_packs(monkeypatch)
-    assert next(packs) == 0
+def test_the_rows_of_a_step_are_packed_once(workers: int, packs: Callable[[], int]) -> None:
     divided = of_tokens(lengths_of(90, random.Random(0)))
 
     def collate(rows: list[int]) -> dict[str, Any]:
@@ -139,25 +141,23 @@ def test_the_rows_of_a_step_are_packed_once(workers: int, monkeypatch: pytest.Mo
         for _ in range(4):
             brought += [batch["rows"] for batch in epoch.step(20, size)]
             epoch.advance(20)
-        assert next(packs) == 4, "as many as there are steps, even if workers fetch ahead"
+        assert packs() == 4, "as many as there are steps, even if workers fetch ahead"
         steps = [order.epoch(0)[used : used + 20] for used in range(0, 80, 20)]
         portions = [each for step in steps for each in divided.portions(step, size, 1, 2)]
         assert brought == [portion.sample_ids for portion in portions]
-        assert next(packs) == 4
+        assert packs() == 4
         assert not [*epoch.step(20, size)], "ten rows are no step"
-        assert next(packs) == 0
+        assert packs() == 0
 
 
 def test_padding_is_counted_from_few_steps_that_are_packed_once_each(
-    monkeypatch: pytest.MonkeyPatch,
+    packs: Callable[[], int],
 ) -> None:
-    packs = counted_packs(monkeypatch)
-    assert next(packs) == 0
     for ranks, rows, steps in ((2, 40, 5), (64, 64 * 4 * 30, 20), (8, 31, 0)):
         split = Split(micro_batch=4, accumulation=1, ranks=ranks)
         lengths = lengths_of(rows, random.Random(ranks))
         without, with_budget = budget_report.padding_shares(of_tokens(lengths), split)
-        assert next(packs) == steps
+        assert packs() == steps
         assert (0 < with_budget < without < 1) if steps else (without == with_budget == 0)
 
 
