@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from tests.helpers.ranks import run_ranks, watch_ranks
 from torchtune_adaptive.common import RankLost
-from torchtune_adaptive.core import own_group
 from torchtune_adaptive.core.ranks import agreement
 from torchtune_adaptive.core.ranks.agreement import Ranks, SomeRanks
 from torchtune_adaptive.recipe.checkpoints.all_or_none import AllOrNone
@@ -53,7 +52,7 @@ def sockets_of_a_run() -> tuple[int, int, list[Any]]:
     ranks = Ranks(timeout=200)
     heard = [exchange(ranks) for name, exchange in EXCHANGES.items() if name != "alike"]
     of_run = sockets() - before
-    group = own_group(timedelta(seconds=200))
+    group = ranks.another_group(200)
     of_another = sockets() - before - of_run
     dist.destroy_process_group(group)
     ranks.close()
@@ -152,7 +151,7 @@ def test_parts_of_the_ranks_are_found_in_as_many_comparisons_as_there_are_ranks(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[list[int]] = []
-    monkeypatch.setattr(agreement, "own_group", lambda _, members: made.append(members))
+    monkeypatch.setattr(agreement, "_own_group", lambda _, members: made.append(members))
     own = SomeRanks([*range(ranks)], rank=9)
     parts = ranks // 8
     monkeypatch.setattr(own, "gather", lambda _: [Value(rank % parts) for rank in range(ranks)])

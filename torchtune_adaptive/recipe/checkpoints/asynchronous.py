@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtune import training
 
 from torchtune_adaptive.common import CheckpointError
-from torchtune_adaptive.core import own_group
 from torchtune_adaptive.recipe import private
 from torchtune_adaptive.recipe.checkpoints.all_or_none import (
     LONGEST_SAVE,
@@ -45,7 +43,7 @@ class AsynchronousCheckpoints:
         self._folder = folder
         self._all = all_or_none
         # A save runs collectives in a thread; they must not meet those of training.
-        self._group: dist.ProcessGroup | None = own_group(timedelta(seconds=LONGEST_SAVE))
+        self._group: dist.ProcessGroup | None = all_or_none.ranks.another_group(LONGEST_SAVE)
         self._running: Future[None] | None = None
 
     def begin(
