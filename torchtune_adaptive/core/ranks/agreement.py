@@ -81,7 +81,7 @@ class Ranks:
         self._patience = timedelta()
         if self.size > 1:
             self._patience = _patience(compiled) if timeout is None else timedelta(seconds=timeout)
-            self._group = own_group(self._patience)
+            self._group = _own_group(self._patience)
         self._begin([*range(self.size)])
 
     def _begin(self, members: list[int]) -> None:
@@ -107,7 +107,7 @@ class Ranks:
             # ``use_local_synchronization`` the members alone would make it, but under a name that counts
             # the groups which a rank is in: ranks in more groups than others would not find each other.
             if len(members) > 1:
-                group = own_group(self._patience, members)
+                group = _own_group(self._patience, members)
             if each == value:
                 part = SomeRanks(members, self.rank, group, self._patience)
         self._parts.append(part)
@@ -241,6 +241,20 @@ class Ranks:
                 raise
             raise _lost(error, self._patience) from error
 
+    def in_a_thread(self, seconds: float) -> SomeRanks:
+        """The ranks of the run as a thread of each knows them, in a group of their own.
+
+        Args:
+            seconds: how long they wait for each other.
+        """
+        patience = timedelta(seconds=seconds)
+        return SomeRanks([*range(self.size)], self.rank, _own_group(patience), patience)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group in which they agree; None where there is only this rank, or once it has been left."""
+        return self._group
+
     def close(self) -> None:
         """Leave the group, at the end of the run and before the default group is destroyed.
 
@@ -284,7 +298,7 @@ class SomeRanks(Ranks):
         self._begin(members)
 
 
-def own_group(patience: timedelta, members: list[int] | None = None) -> dist.ProcessGroup:
+def _own_group(patience: timedelta, members: list[int] | None = None) -> dist.ProcessGroup:
     """A gloo group of ours, whose ranks are connected where our exchanges need it; see Note [Connections].
 
     Every rank of the run calls this; what it gives to one that is not a member is of no use.

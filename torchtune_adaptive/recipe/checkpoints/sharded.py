@@ -9,20 +9,17 @@ import copy
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchtune_adaptive.common import CheckpointError, durable
-from torchtune_adaptive.core import SomeRanks, own_group
 from torchtune_adaptive.recipe.checkpoints.all_or_none import (
     LONGEST_SAVE,
     AllOrNone,
@@ -52,10 +49,7 @@ class ShardedCheckpoints:
         self._all = all_or_none
         self._device = device
         # A thread in the background runs collectives, which must not meet those of training.
-        waits = timedelta(seconds=LONGEST_SAVE)
-        self._group: dist.ProcessGroup | None = own_group(waits)
-        ranks = all_or_none.ranks
-        self._in_thread = AllOrNone(SomeRanks([*range(ranks.size)], ranks.rank, self._group, waits))
+        self._in_thread = AllOrNone(all_or_none.ranks.in_a_thread(LONGEST_SAVE))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._stager: DefaultStager | None = None
         self._running: Future[None] | None = None
@@ -105,9 +99,7 @@ class ShardedCheckpoints:
         self._thread.shutdown()
         if self._stager is not None:
             self._stager.close()
-        group, self._group = self._group, None
-        if group is not None:
-            dist.destroy_process_group(group)
+        self._in_thread.ranks.close()
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
         """Load a checkpoint into the tensors of ``state``, and replace its other values."""
@@ -115,7 +107,7 @@ class ShardedCheckpoints:
         def read() -> None:
             reader = FileSystemReader(folder)
             try:
-                dcp.load(state, storage_reader=reader, process_group=self._group)
+                dcp.load(state, storage_reader=reader, process_group=self._in_thread.ranks.group)
             except CheckpointException as error:  # which is no Exception
                 raise CheckpointError(f"{folder}: cannot be loaded ({reason(error)}).") from None
 
@@ -161,13 +153,12 @@ class ShardedCheckpoints:
         problem: BaseException | None = None
         try:
             writer = FileSystemWriter(folder, thread_count=_WRITERS, sync_files=False)
-            dcp.save(state, storage_writer=writer, process_group=self._group)
+            dcp.save(state, storage_writer=writer, process_group=self._in_thread.ranks.group)
         except CheckpointException as error:  # on all ranks, if on one
             problem = error
         except BaseException as error:
             # This rank may have left the others in the middle: they learn of it when it leaves the group.
-            group, self._group = self._group, None
-            dist.destroy_process_group(group)
+            self._in_thread.ranks.close()
             raise CheckpointError(describe(error)) from error
         if problem is None:
             try:
