@@ -386,3 +386,51 @@ def test_nothing_is_left_of_a_backward_pass_that_failed() -> None:
     assert alive() > 0, "or there is nothing to show"
     drop_unfinished(torch.device("cpu"))
     assert alive() == 0
+
+
+def keys_of(passes: Passes) -> list[Any]:
+    """The lengths whose launches are remembered, in the order of their use."""
+    return [shape for _, _, shape, _ in passes.collectives._sequences]
+
+
+def test_the_sequences_that_were_used_last_are_remembered_and_all_holders_forget_the_same() -> None:
+    ranks = [Passes(Holders(iter(()), 0, 1)) for _ in range(2)]
+    lengths = range(1, collectives.KEPT + 1)
+    for passes in ranks:
+        for length in lengths:
+            passes.run(length)
+        assert keys_of(passes) == [*lengths]
+        passes.run(1)  # which is now the last that was used
+        passes.run(collectives.KEPT + 1)
+    assert keys_of(ranks[0]) == keys_of(ranks[1])
+    assert keys_of(ranks[0]) == [*lengths[2:], 1, collectives.KEPT + 1]
+
+
+def test_a_shape_that_was_forgotten_is_agreed_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "KEPT", 2)
+    holders = Holders(iter(()), 0, 1)
+    passes = Passes(holders)
+    for length in (1, 1, 1, 2, 2, 2):
+        passes.run(length)
+    passes.run(1)
+    assert not passes.collectives.recording
+    passes.run(3)
+    passes.run(2)
+    assert passes.collectives._asked.name == "HOLDERS"
+
+
+def test_launches_that_no_sequence_has_any_more_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collectives, "KEPT", 4)
+    passes = Passes(Holders(iter(()), 0, 1))
+    launch = passes.launch
+
+    def launch_by_length(group: Group, of_fsdp: bool = True, name: str = "gather") -> None:
+        launch(group, of_fsdp, f"gather {length}" if group is passes.local else name)
+
+    monkeypatch.setattr(passes, "launch", launch_by_length)
+    for length in range(1, 41):
+        passes.run(length)
+    assert len(passes.collectives._sequences) == 4
+    assert len(passes.collectives._same) <= 1 + 2 * 4

@@ -177,7 +177,7 @@ def of_chunks() -> Replacements:
 
     def make(tensor: torch.Tensor, num_chunks: int, dim: int) -> Sequence[torch.Tensor]:
         if is_traceable_wrapper_subclass(tensor):
-            return make_all(tensor, num_chunks, dim)  # type: ignore[misc]  # quantized: only it knows how
+            return make_all(tensor, num_chunks, dim)  # quantized: only it knows how
         return _Chunks(tensor, num_chunks, dim)
 
     if make_all is not None:

@@ -46,7 +46,7 @@ it, and the sizes are not known before the layers ahead have run.
 
 Which launches these are must not follow data itself: a rank that happens to send one part and get one could
 take an exchange of rows for a rotation. So the first rank that sees one says so while all agree anyway, and
-from then on they vote before each wide all-to-all that is told the sizes of its parts, in passes of this kind.
+from then on they vote before each wide all-to-all that is told the sizes of its parts, in such passes.
 
 Local launches of this kind, whose number may follow the shape, are never certain: before each launch of such
 a pass the ranks agree.
@@ -98,6 +98,9 @@ from torchtune_adaptive.core.ranks.supported import reason_not_to_reduce
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+KEPT = 256
+"""The sequences that are remembered, each of a kind of pass and a shape: those that were used last."""
 
 Launches = dict[str, list[Launch]]
 """The launches of a pass, by segment: a stage, or what lies between two votes of it."""
@@ -192,6 +195,7 @@ class Collectives:
         self._of_fsdp = set[dist.ProcessGroup]().union(*map(fsdp.replicas, self.models))
         # One for all that are equal: each layer makes the same, and each shape's sequence is kept.
         self._same: dict[Launch, Launch] = {}
+        self._forgotten = 0  # sequences, since launches that none has any more were forgotten
         self._gathers: dict[tuple[Any, ...], Launch] = {}
         self._wide_sequences: dict[Hashable, _Sequence] = {}
         self._sequences: dict[Hashable, _Sequence] = {}
@@ -276,7 +280,7 @@ class Collectives:
         if self.holders.size > 1 or key in self._follow_shape:
             # Gradients that exist are placed; others are added to them in other ways than to none.
             key = (key, self.choice, shape(), self._passes > 0)
-        self._sequence = self._sequences.setdefault(key, _Sequence())
+        self._sequence = self._remembered(key)
         self._asked = self._who_is_asked()
         self._passes += 1
         self._stage, self._votes = "", 0
@@ -284,6 +288,21 @@ class Collectives:
         self._unseen &= not self._sees_all  # it is said again if a failure was heard instead
         self._refusal, self._exchanges = "", []
         self._voted_on, self._sized_here = [], False
+
+    def _remembered(self, key: Hashable) -> _Sequence:
+        """A sequence, which is now the last that was used; for a new one, that whose use is longest ago is
+        forgotten. Holders have the same shapes one after the other, so they forget the same."""
+        sequence = self._sequences.pop(key, None) or _Sequence()
+        self._sequences[key] = sequence
+        if len(self._sequences) > KEPT:
+            self._sequences.pop(next(iter(self._sequences)))
+            self._forgotten += 1
+        if self._forgotten == KEPT:  # seldom: it looks at all launches that are left
+            self._forgotten = 0
+            left = (*self._wide_sequences.values(), *self._sequences.values())
+            launches = [each for one in left for some in one.recorded.values() for each in some]
+            self._same = dict(zip(launches, launches, strict=True))
+        return sequence
 
     def _who_is_asked(self) -> _Asked:
         if self._kind in self._follow_shape:

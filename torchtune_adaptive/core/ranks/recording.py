@@ -222,8 +222,7 @@ def _seen(operator: Any, positional: Any, named: Any) -> Launch:
 
 
 def _sizes_of_parts(name: str, arguments: Sequence[Any]) -> list[list[int]]:
-    """What an all-to-all is told about the sizes of its parts: by numbers, or by its tensors. Nothing if it is
-    not told, and for other collectives."""
+    """The sizes of parts that an all-to-all is told, by numbers or by its tensors; for others, none."""
     lists = [each for each in arguments if isinstance(each, (list, tuple)) and each]
     if name == "alltoall_":
         return [[part.numel() for part in each] for each in lists]
