@@ -22,7 +22,7 @@ SPLIT = {
     "tensor_parallel_plan._component_": "torchtune.models.llama3.base_llama_tp_plan",
     "optimizer.foreach": False,
     "shuffle": False,
-    "adaptive_batching.on_out_of_memory": "shrink",
+    "use_maximum_batch_size": True,
 }
 
 
@@ -52,11 +52,11 @@ def a_config(**changes: Any) -> Asked:
     return Asked.of(tiny_config("full", "unused", **changes))
 
 
-def test_only_tensor_parallelism_that_records_rounds_lengths() -> None:
+def test_only_tensor_parallelism_in_a_run_that_adapts_rounds_lengths() -> None:
     assert FewLengths.of(a_config(**SPLIT)) is not None
     for changes in (
         {"tensor_parallel_dim": 1},
-        {"adaptive_batching.on_out_of_memory": "raise"},
+        {"use_maximum_batch_size": False},
         {"dataset.packed": True, "tokenizer.max_seq_len": 64},
     ):
         assert FewLengths.of(a_config(**{**SPLIT, **changes})) is None
@@ -85,13 +85,8 @@ def test_a_batch_with_more_than_that_is_left_as_it_is() -> None:
     assert {value.shape for value in batch.values()} == {(2, 9)}
 
 
-def unrounded(kind: str, cfg: DictConfig) -> Records:
-    with mock.patch.object(FewLengths, "of", return_value=None):
-        return run_ours(kind, cfg)
-
-
-def counting(kind: str, cfg: DictConfig) -> Records:
-    """A run that logs how many lengths its batches have, as its last record."""
+def rounding(kind: str, cfg: DictConfig) -> Records:
+    """A run whose lengths are rounded, whatever it adapts. Its last record is how many there are."""
     seen = set()
     padded = FewLengths.padded
 
@@ -99,17 +94,18 @@ def counting(kind: str, cfg: DictConfig) -> Records:
         seen.add((length, padded(lengths, length)))
         return padded(lengths, length)
 
-    with mock.patch.object(FewLengths, "padded", noted):
+    rounded = mock.patch.object(FewLengths, "of", return_value=FewLengths())
+    with rounded, mock.patch.object(FewLengths, "padded", noted):
         records = run_ours(kind, cfg)
     return [*records, {"given": len({n for n, _ in seen}), "made": len({n for _, n in seen})}]
 
 
 @pytest.mark.runs
 def test_losses_are_those_of_rows_that_are_not_rounded(tmp_path: Path) -> None:
-    changes = {**SPLIT, "max_steps_per_epoch": 6, "batch_size": 2}
+    changes = {**SPLIT, "use_maximum_batch_size": False, "max_steps_per_epoch": 6, "batch_size": 2}
     configs = [tiny_config("full", tmp_path / name, **changes) for name in ("few", "many")]
-    *few, lengths = run_with(counting, "full", configs[0], 2)
-    many = run_with(unrounded, "full", configs[1], 2)
+    *few, lengths = run_with(rounding, "full", configs[0], 2)
+    many = run_with(run_ours, "full", configs[1], 2)
     assert len(few) == len(many) == 6
     assert losses(few) == pytest.approx(losses(many), rel=1e-6)
     assert lengths["made"] < lengths["given"]

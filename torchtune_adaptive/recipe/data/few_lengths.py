@@ -32,8 +32,9 @@ class FewLengths:
 
     @classmethod
     def of(cls, asked: Asked) -> FewLengths | None:
-        """Those of a run; None where nothing is recorded for each shape, or rows are all full."""
-        if asked.holders == 1 or not asked.settings.survives or asked.packed():
+        """Those of a run; None where nothing is recorded for each shape, and where rows are all full. A run
+        that leaves its batch as it is has torchtune's lengths, and so torchtune's losses to the bit."""
+        if asked.holders == 1 or not asked.settings.adapts or asked.packed():
             return None
         blocks = (asked.cfg.get("tokenizer") or {}, asked.cfg.get("model") or {})
         limits = [int(limit) for block in blocks if (limit := block.get("max_seq_len"))]
