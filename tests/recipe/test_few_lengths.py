@@ -35,7 +35,7 @@ def test_lengths_are_few_and_little_is_added() -> None:
     )
     assert padded == sorted(padded)
     assert all(FewLengths().padded(length) == length for length in {*padded})
-    assert [FewLengths().padded(length) for length in (1, 8, 9, 100)] == [8, 8, 16, 104]
+    assert [FewLengths().padded(length) for length in (0, 1, 8, 9, 100)] == [0, 8, 8, 16, 104]
 
 
 def test_no_length_is_more_than_what_is_allowed() -> None:

@@ -42,7 +42,7 @@ class FewLengths:
 
     def padded(self, length: int) -> int:
         """The length of a batch whose longest row has so many tokens: never more than what is allowed."""
-        step = max(_LEAST, (1 << (length.bit_length() - 1)) // _BETWEEN_DOUBLINGS)
+        step = max(_LEAST, (1 << length.bit_length()) // (2 * _BETWEEN_DOUBLINGS))
         rounded = -(-length // step) * step
         return rounded if self.longest is None else max(length, min(rounded, self.longest))
 
