@@ -434,3 +434,45 @@ def test_launches_that_no_sequence_has_any_more_are_forgotten(
         passes.run(length)
     assert len(passes.collectives._sequences) == 4
     assert len(passes.collectives._same) <= 1 + 2 * 4
+
+
+def test_what_another_rank_sees_follow_data_is_voted_on_here_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An exchange of rows may look like a rotation here: the sizes here decide nothing."""
+    passes = Passes()
+    passes.others.says = iter([_Said.SIZED])
+    key = ("exchange", passes.wide.members)
+    exchange = Launch(print, ((), {}), passes.wide, key, told_sizes=True)  # type: ignore[arg-type]
+    votes: list[bool] = []
+    monkeypatch.setattr(passes.others, "any", lambda failed: votes.append(failed) or failed)
+    for _ in range(4):
+        passes.collectives.end_step()
+        passes.collectives.begin_pass()
+        passes.collectives._sees_all = True
+        passes.collectives.begin_stage("forward")
+        passes.others.asked = 0
+        votes.clear()
+        passes.collectives._note_one(exchange)
+        assert passes.others.asked + len(votes) == 1
+        passes.wide.launched += 1  # type: ignore[operator]
+        passes.collectives.end_stage()
+        passes.collectives.end_pass()
+    assert not passes.collectives.recording
+    assert [*passes.collectives._pass] == ["forward", "forward after vote 1"]
+
+
+def test_what_looks_like_a_rotation_on_all_ranks_is_not_asked_about() -> None:
+    passes = Passes()
+    key = ("rotate", passes.wide.members)
+    rotation = Launch(print, ((), {}), passes.wide, key, told_sizes=True)  # type: ignore[arg-type]
+    for _ in range(3):
+        passes.collectives.end_step()
+        passes.collectives.begin_pass()
+        passes.collectives.begin_stage("forward")
+        passes.others.asked = 0
+        if passes.collectives.recording:
+            passes.collectives._note_one(rotation)
+        passes.wide.launched += 1  # type: ignore[operator]
+        passes.collectives.end_stage()
+    assert not passes.collectives._votes_on_sizes

@@ -15,6 +15,7 @@ from tests.helpers.runs import Records, losses, run_with
 from torchtune_adaptive.recipe.data.few_lengths import FewLengths, collate_few
 from torchtune_adaptive.recipe.data.rows import TokenRows
 from torchtune_adaptive.recipe.data.split_rows import RowParts
+from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.settings.asked import Asked
 
 SPLIT = {
@@ -109,3 +110,11 @@ def test_losses_are_those_of_rows_that_are_not_rounded(tmp_path: Path) -> None:
     assert len(few) == len(many) == 6
     assert losses(few) == pytest.approx(losses(many), rel=1e-6)
     assert lengths["made"] < lengths["given"]
+
+
+def test_a_plan_is_for_rows_of_the_length_that_is_trained() -> None:
+    cfg = tiny_config("full", "unused", **{**SPLIT, "device": "cuda"})
+    asked = plan_request(cfg, 4, gpu_name="h100", length=101)
+    assert asked.length == 104 and "rounded up" in asked.length_source
+    cfg.tensor_parallel_dim = 1
+    assert plan_request(cfg, 4, gpu_name="h100", length=101).length == 101
