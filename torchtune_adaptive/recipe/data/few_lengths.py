@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torchtune_adaptive.recipe.settings.asked import Asked
 
 _BETWEEN_DOUBLINGS = 32
-"""The number of lengths from one power of two to the next: 1.2 % of the tokens are added on average, and from
+"""The number of lengths from one power of two to the next: 1 % of the tokens are added on average, and from
 2k to 128k tokens there are 192 lengths."""
 _LEAST = 8
 """Tokens of which lengths are multiples, as matrix products like it."""
