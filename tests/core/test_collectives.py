@@ -386,3 +386,93 @@ def test_nothing_is_left_of_a_backward_pass_that_failed() -> None:
     assert alive() > 0, "or there is nothing to show"
     drop_unfinished(torch.device("cpu"))
     assert alive() == 0
+
+
+def keys_of(passes: Passes) -> list[Any]:
+    """The lengths whose launches are remembered, in the order of their use."""
+    return [shape for _, _, shape, _ in passes.collectives._sequences]
+
+
+def test_the_sequences_that_were_used_last_are_remembered_and_all_holders_forget_the_same() -> None:
+    ranks = [Passes(Holders(iter(()), 0, 1)) for _ in range(2)]
+    lengths = range(1, collectives.KEPT + 1)
+    for passes in ranks:
+        for length in lengths:
+            passes.run(length)
+        assert keys_of(passes) == [*lengths]
+        passes.run(1)  # which is now the last that was used
+        passes.run(collectives.KEPT + 1)
+    assert keys_of(ranks[0]) == keys_of(ranks[1])
+    assert keys_of(ranks[0]) == [*lengths[2:], 1, collectives.KEPT + 1]
+
+
+def test_a_shape_that_was_forgotten_is_agreed_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "KEPT", 2)
+    holders = Holders(iter(()), 0, 1)
+    passes = Passes(holders)
+    for length in (1, 1, 1, 2, 2, 2):
+        passes.run(length)
+    passes.run(1)
+    assert not passes.collectives.recording
+    passes.run(3)
+    passes.run(2)
+    assert passes.collectives._asked.name == "HOLDERS"
+
+
+def test_launches_that_no_sequence_has_any_more_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collectives, "KEPT", 4)
+    passes = Passes(Holders(iter(()), 0, 1))
+    launch = passes.launch
+
+    def launch_by_length(group: Group, of_fsdp: bool = True, name: str = "gather") -> None:
+        launch(group, of_fsdp, f"gather {length}" if group is passes.local else name)
+
+    monkeypatch.setattr(passes, "launch", launch_by_length)
+    for length in range(1, 41):
+        passes.run(length)
+    assert len(passes.collectives._sequences) == 4
+    assert len(passes.collectives._same) <= 1 + 2 * 4
+
+
+def test_what_another_rank_sees_follow_data_is_voted_on_here_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An exchange of rows may look like a rotation here: the sizes here decide nothing."""
+    passes = Passes()
+    passes.others.says = iter([_Said.SIZED])
+    key = ("exchange", passes.wide.members)
+    exchange = Launch(print, ((), {}), passes.wide, key, told_sizes=True)  # type: ignore[arg-type]
+    votes: list[bool] = []
+    monkeypatch.setattr(passes.others, "any", lambda failed: votes.append(failed) or failed)
+    for _ in range(4):
+        passes.collectives.end_step()
+        passes.collectives.begin_pass()
+        passes.collectives._sees_all = True
+        passes.collectives.begin_stage("forward")
+        passes.others.asked = 0
+        votes.clear()
+        passes.collectives._note_one(exchange)
+        assert passes.others.asked + len(votes) == 1
+        passes.wide.launched += 1  # type: ignore[operator]
+        passes.collectives.end_stage()
+        passes.collectives.end_pass()
+    assert not passes.collectives.recording
+    assert [*passes.collectives._pass] == ["forward", "forward after vote 1"]
+
+
+def test_what_looks_like_a_rotation_on_all_ranks_is_not_asked_about() -> None:
+    passes = Passes()
+    key = ("rotate", passes.wide.members)
+    rotation = Launch(print, ((), {}), passes.wide, key, told_sizes=True)  # type: ignore[arg-type]
+    for _ in range(3):
+        passes.collectives.end_step()
+        passes.collectives.begin_pass()
+        passes.collectives.begin_stage("forward")
+        passes.others.asked = 0
+        if passes.collectives.recording:
+            passes.collectives._note_one(rotation)
+        passes.wide.launched += 1  # type: ignore[operator]
+        passes.collectives.end_stage()
+    assert not passes.collectives._votes_on_sizes

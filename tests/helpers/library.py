@@ -129,6 +129,13 @@ class SizedByData(Trained):
         return int((inputs[:, 0] > 0).sum())
 
 
+class SizedOnOne(SizedByData):
+    """The same, where one of two ranks always sends one part and gets one, as in a rotation."""
+
+    def of_the_first(self, inputs: torch.Tensor) -> int:
+        return super().of_the_first(inputs) if dist.get_rank() else 0
+
+
 class SentToOne(SizedByData):
     """The same, where ranks hold parts of the same rows, and send all to the first: it alone gets parts."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tests.helpers.library import (
     PointToPoint,
     SentToOne,
     SizedByData,
+    SizedOnOne,
     Trained,
     WithExperts,
     collate,
@@ -38,6 +40,8 @@ from tests.helpers.library import (
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
 from torchtune_adaptive import AdaptiveStep, UsageError, find_batch_size, steps_of
+from torchtune_adaptive.core.private import launches_of
+from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.step.snapshot import Snapshot
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
@@ -67,8 +71,8 @@ def fail_in_steps(
     run, memory = failing(way, max_grad_norm=1.0, **settings)
     step, ranks = run.step, run.step.ranks
     rows = rows_of(2, seed=ranks.rank)
-    for _ in range(3):
-        step(rows, collate, 2)
+    for number in range(3, 0, -1):  # other data than later, of the same shape
+        step(rows_of(2, seed=10 * number + ranks.rank), collate, 2)
     snapshot = Snapshot(run.model, [run.optimizer], torch.device("cpu"))
     step(rows, collate, 1)
     expected = local_values(run.model)
@@ -107,6 +111,7 @@ WAYS = {
     "HSDP, communicating": ("hsdp", 4, {"kind": Communicating}),
     "DDP, communicating": ("ddp", 2, {"kind": Communicating}),
     "FSDP, sizes from data": ("fsdp", 2, {"kind": SizedByData}),
+    "FSDP, sizes from data on one rank": ("fsdp", 2, {"kind": SizedOnOne}),
     "FSDP, experts": ("fsdp", 2, {"kind": WithExperts}),
     "FSDP, sizes from data, in parts of rows": ("fsdp", 2, {"kind": SentToOne}),
 }
@@ -491,8 +496,9 @@ def test_what_no_rank_could_complete_is_refused_in_the_first_step(name: str) -> 
     assert operator in said[0] and why in said[0]
 
 
-def log_of_sizes_from_data(kind: type[SizedByData]) -> tuple[list[str], bool]:
-    """What is logged in steps whose sizes follow data, and whether the ranks still agree in the last one."""
+def log_of_sizes_from_data(kind: type[Trained]) -> tuple[list[str], list[int], int]:
+    """What is logged in steps whose sizes follow data; how often the ranks exchange numbers in each, and how
+    many collectives the last one launches."""
     said: list[str] = []
 
     class Keeping(logging.Handler):
@@ -501,21 +507,36 @@ def log_of_sizes_from_data(kind: type[SizedByData]) -> tuple[list[str], bool]:
                 said.append(record.getMessage())
 
     logging.getLogger("torchtune_adaptive.core").addHandler(Keeping())
-    run = kind("fsdp")
-    for seed in range(5):
-        run.step(rows_of(4, seed + dist.get_rank()), collate, 2)
-    run.step.train_step.collectives.begin_pass("training", lambda: 0)
-    return said, run.step.train_step.collectives.recording
+    run, exchanges, begin = kind("fsdp"), 0, Ranks.begin_spread
+
+    def counted(ranks: Ranks, number: int) -> Callable[[], tuple[int, int]]:
+        nonlocal exchanges
+        exchanges += ranks.size > 1
+        return begin(ranks, number)
+
+    made = []
+    with mock.patch.object(Ranks, "begin_spread", counted):
+        for seed in range(5):
+            exchanges, before = 0, launches_of(dist.group.WORLD) or 0
+            run.step(rows_of(4, 2 * seed + dist.get_rank()), collate, 4)
+            made.append(exchanges)
+    return said, made, (launches_of(dist.group.WORLD) or 0) - before
 
 
-@pytest.mark.parametrize("kind", [SizedByData, SentToOne])
-def test_ranks_always_agree_where_sizes_follow_data_and_say_what_it_costs(
-    kind: type[SizedByData],
-) -> None:
-    [(said, agree), (nothing, agree_too)] = run_ranks(log_of_sizes_from_data, 2, kind)
-    assert agree and agree_too
+VOTES = {SizedByData: 1, SizedOnOne: 1, WithExperts: 4}
+"""The all-to-alls of a micro-batch whose sizes follow data."""
+
+
+@pytest.mark.parametrize("kind", [*VOTES, SentToOne])
+def test_ranks_vote_where_sizes_follow_data_and_say_what_it_costs(kind: type[Trained]) -> None:
+    (said, made, launched), (nothing, others, _) = run_ranks(log_of_sizes_from_data, 2, kind)
+    assert made == others
     assert nothing == [] and len(said) == 1
-    assert "is told the sizes of its parts" in said[0] and "ms of this one" in said[0]
+    # Once more, they ask for a new shape, or agree at the end; and before the step.
+    asked = VOTES.get(kind, launched - 1) + 1
+    assert made[-1] == asked + 1 and asked <= launched
+    assert "is told the sizes of its parts" in said[0]
+    assert f"{asked} exchanges of" in said[0] and "ms among 2 ranks" in said[0]
 
 
 class Mishap(Exception):

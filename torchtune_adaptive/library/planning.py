@@ -295,6 +295,7 @@ class _ModelTracer(StepTracer):
     def _built(self, build: Callable[[], nn.Module]) -> nn.Module:
         try:
             with (
+                self.splitting(),
                 _FakeOnDevice(self._fake, self.device),
                 torch.device("meta"),
                 mock.patch.object(torch, "compile", self.as_compiled),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +129,7 @@ def of_meshes() -> Replacements:
 
 
 _FOR_STRIDED = "_propagate_use_strided_shard_flag"
+_CHUNKS = "_chunk_with_empty"
 
 
 def of_sharding(unseen: Callable[[], AbstractContextManager[None]]) -> Replacements:
@@ -141,8 +142,46 @@ def of_sharding(unseen: Callable[[], AbstractContextManager[None]]) -> Replaceme
             return propagate(propagator, schema)
 
     yield ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen_propagation
+    yield from of_chunks()
     if hasattr(_sharding_prop, _FOR_STRIDED):  # in torch 2.13; not every version has it
         yield _sharding_prop, _FOR_STRIDED, _once_for_each_schema()
+
+
+class _Chunks(Sequence[torch.Tensor]):
+    """The parts of a tensor for so many ranks, as ``torch.chunk`` makes them and with empty ones at the end,
+    each made where it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._number, self._dim = tensor, num_chunks, dim
+        self._length = -(-tensor.size(dim) // num_chunks)
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, at: Any) -> Any:
+        at = range(self._number)[at]  # so that it fails, or counts from the end, as with a list
+        size = self._tensor.size(self._dim)
+        begin = at * self._length
+        if at and begin >= size:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, begin, min(self._length, size - begin))
+
+
+def of_chunks() -> Replacements:
+    """Replacements while FSDP splits parameters. It makes the parts of all ranks and keeps one of them: with
+    fake tensors that is most of the set-up from some hundred ranks on. (torch 2.13; where it is done in
+    another way, nothing is replaced.)"""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    make_all = getattr(_fsdp_param, _CHUNKS, None)
+
+    def make(tensor: torch.Tensor, num_chunks: int, dim: int) -> Sequence[torch.Tensor]:
+        if is_traceable_wrapper_subclass(tensor):
+            return make_all(tensor, num_chunks, dim)  # quantized: only it knows how
+        return _Chunks(tensor, num_chunks, dim)
+
+    if make_all is not None:
+        yield _fsdp_param, _CHUNKS, make
 
 
 def _once_for_each_schema() -> Callable[..., None]:

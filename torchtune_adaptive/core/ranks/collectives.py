@@ -34,8 +34,22 @@ FSDP's, which are wide, do not. So there are three kinds of passes:
 
 A model that makes wide launches of its own may make others for each shape, and ranks may have different ones.
 So all ranks ask each other, once in each pass, whether one of them has a new shape; if so, it is one of the
-first kind. That is the price of such a model. It is the same where sizes follow data: such a sequence is
-never certain.
+first kind. That is the price of such a model.
+
+Note [Sizes that follow data]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The sizes of an all-to-all may follow data, as where rows are sent to experts. A rank that has failed cannot
+know how much the others send it, and none can tell it once they wait. So before such a launch all ranks vote,
+as before one of the caller's own, and those that hear of a failure leave it out. What lies between two votes
+is recorded and completed like any other sequence. To ask once a pass would not do: memory may run out after
+it, and the sizes are not known before the layers ahead have run.
+
+Which launches these are must not follow data itself: a rank that happens to send one part and get one could
+take an exchange of rows for a rotation. So the first rank that sees one says so while all agree anyway, and
+from then on they vote before each wide all-to-all that is told the sizes of its parts, in such passes.
+
+Local launches of this kind, whose number may follow the shape, are never certain: before each launch of such
+a pass the ranks agree.
 
 Note [The largest is heard]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -44,6 +58,7 @@ it in one exchange of a tensor that exists. So ``_Said`` is ordered and compared
 wrong: the maximum of two sets of flags is one of them, and not their union. Nothing is lost with the smaller:
 
 - a pass in which the wide launches are new is new;
+- one in which sizes are said to follow data is recorded again, with votes;
 - one with launches that nobody has seen is not recorded, so it does not matter what is new in it;
 - one that failed is lost, and the next is recorded in its place. Who has noticed unseen launches says so
   then;
@@ -60,6 +75,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from functools import partial
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -82,6 +98,9 @@ from torchtune_adaptive.core.ranks.supported import reason_not_to_reduce
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+KEPT = 256
+"""The sequences that are remembered, each of a kind of pass and a shape: those that were used last."""
 
 Launches = dict[str, list[Launch]]
 """The launches of a pass, by segment: a stage, or what lies between two votes of it."""
@@ -106,10 +125,12 @@ class _Said(IntEnum):
     """The launches of the pass are not those that are recorded, or may be others the next time."""
     WIDE = 2
     """The wide ones are not those that are recorded."""
-    UNSEEN = 3
+    SIZED = 3
+    """The sizes of the next launch follow data."""
+    UNSEEN = 4
     """A group has launched what only it has seen."""
-    FAILED = 4
-    REFUSED = 5
+    FAILED = 5
+    REFUSED = 6
     """There is a launch that no rank could complete."""
 
 
@@ -175,6 +196,7 @@ class Collectives:
         self._of_fsdp = set[dist.ProcessGroup]().union(*map(fsdp.replicas, self.models))
         # One for all that are equal: each layer makes the same, and each shape's sequence is kept.
         self._same: dict[Launch, Launch] = {}
+        self._forgotten = 0  # sequences, since launches that none has any more were forgotten
         self._gathers: dict[tuple[Any, ...], Launch] = {}
         self._wide_sequences: dict[Hashable, _Sequence] = {}
         self._sequences: dict[Hashable, _Sequence] = {}
@@ -195,7 +217,10 @@ class Collectives:
         self._counts = Counts()
         self._unseen, self._refusal = False, ""
         self._holders_know = False
-        self._asking = 0.0  # seconds, in this pass
+        self._voted_on: list[Launch] = []  # in this pass, as their sizes follow data
+        self._votes_on_sizes = set[Hashable]()
+        self._sized_here = False  # whether it was in this pass that votes on sizes began
+        self._exchanges: list[float] = []  # seconds, in this pass
         self._told_cost = False
         self.variant: Hashable = None
         """What decides which collectives FSDP launches from the next pass on, where that can change."""
@@ -253,14 +278,30 @@ class Collectives:
         if self.holders.size > 1 or key in self._follow_shape:
             # Gradients that exist are placed; others are added to them in other ways than to none.
             key = (key, self.choice, shape(), self._passes > 0)
-        self._sequence = self._sequences.setdefault(key, _Sequence())
+        self._sequence = self._remembered(key)
         self._asked = self._who_is_asked()
         self.recording = self._asked is not _Asked.NOBODY
         self._passes += 1
         self._stage, self._votes = "", 0
         self._pass, self._counts = {}, Counts()
         self._unseen &= not self._sees_all  # it is said again if a failure was heard instead
-        self._refusal, self._asking = "", 0.0
+        self._refusal, self._exchanges = "", []
+        self._voted_on, self._sized_here = [], False
+
+    def _remembered(self, key: Hashable) -> _Sequence:
+        """A sequence, which is now the last that was used; for a new one, that whose use is longest ago is
+        forgotten. Holders have the same shapes one after the other, so they forget the same."""
+        sequence = self._sequences.pop(key, None) or _Sequence()
+        self._sequences[key] = sequence
+        if len(self._sequences) > KEPT:
+            self._sequences.pop(next(iter(self._sequences)))
+            self._forgotten += 1
+        if self._forgotten == KEPT:  # seldom: it looks at all launches that are left
+            self._forgotten = 0
+            left = (*self._wide_sequences.values(), *self._sequences.values())
+            launches = [each for one in left for some in one.recorded.values() for each in some]
+            self._same = dict(zip(launches, launches, strict=True))
+        return sequence
 
     def _who_is_asked(self) -> _Asked:
         if self._kind in self._follow_shape:
@@ -277,7 +318,7 @@ class Collectives:
             return None
         self._stage, self._votes = stage, 0
         self._begin_segment()
-        self._mode = self.recording and self._sees_all
+        self._mode = self._sees_all and (self.recording or self._kind in self._votes_on_sizes)
         self._mode_was_on |= self._mode
         return LaunchRecorder(self._note_one, self._refuse) if self._mode else None
 
@@ -348,6 +389,7 @@ class Collectives:
             heard = self._ask(self._news(wide))
             if self._mode or not self._sees_all:  # or it has not seen what there is
                 self._learn(wide, *heard)
+            self._say_what_it_costs()
 
     def look_elsewhere(self) -> None:
         """Learn, between stages, of a failure that all ranks will know of; raises as ``end_pass`` does."""
@@ -356,9 +398,7 @@ class Collectives:
 
     def _news(self, wide: Launches) -> _Said:
         """What is not as recorded on this rank: where it is on others, they still have to agree with it."""
-        data = [each for some in self._pass.values() for each in some if each.follows_data]
-        if data:
-            self._say_what_it_costs(data[0])
+        data = any(each.follows_data for some in self._pass.values() for each in some)
         if wide != self._wide.recorded:
             return _Said.WIDE
         return _Said.NEW if data or self._pass != self._sequence.recorded else _Said.SAME
@@ -374,16 +414,27 @@ class Collectives:
                 "Layers must take part in each, if only with the factor 0."
             )
 
-    def _say_what_it_costs(self, launch: Launch) -> None:
-        if self._told_cost:
+    def _say_what_it_costs(self) -> None:
+        """Say once what it costs that sizes follow data: exchanges in each pass, and what one has taken."""
+        made = [each for some in self._pass.values() for each in some]
+        never_certain = [each for each in made if each.follows_data]
+        told = never_certain or self._voted_on
+        if self._told_cost or self._sized_here or not told:
             return
         self._told_cost = True
+        # Besides, whether a shape is new, or at the end of the pass.
+        number = len(made if never_certain else told) + 1
+        one = median(self._exchanges)
         log.log(
             logging.WARNING if self.ranks.is_zero else logging.DEBUG,
-            "%s is told the sizes of its parts, which may follow data. So the ranks agree before each "
-            "collective, in every pass: %.1f ms of this one.",
-            launch.key[0],
-            1000 * self._asking,
+            "%s is told the sizes of its parts, which may follow data. So the ranks agree before each %s, in "
+            "every micro-batch: %d exchanges of %.2f ms among %d ranks, which is %.1f ms.",
+            told[0].key[0],
+            "collective" if never_certain else "such collective",
+            number,
+            1000 * one,
+            self.ranks.size,
+            1000 * one * number,
         )
 
     # --- launches -------------------------------------------------------------------------------------
@@ -452,7 +503,7 @@ class Collectives:
         return known
 
     def _vote_on(self, launch: Launch) -> None:
-        """Begin a segment with a launch of the caller's own, if no rank has failed."""
+        """Begin a segment with a launch whose sizes only those know that make it, if no rank has failed."""
         if launch.refused:
             raise UsageError(launch.refused)
         self.end_stage()
@@ -465,6 +516,14 @@ class Collectives:
 
     def _note_one(self, launch: Launch) -> None:
         if self._unrecorded:
+            return
+        sized = self._kind in self._votes_on_sizes and launch.told_sizes
+        if sized and not self._is_within(launch.group):
+            self._voted_on.append(launch)
+            self._groups.add(launch.group)
+            self._vote_on(launch)
+            return
+        if not self.recording:
             return
         if self._in_hook:  # which knows what it reduces in place
             launch = replace(launch, of_fsdp=True, refused="")
@@ -480,9 +539,12 @@ class Collectives:
             (each.refused for each in launches if each.refused), ""
         )
         wide = not all(self._is_within(each.group) for each in launches)
+        sized = _Said.SIZED if wide and launches[0].follows_data else _Said.SAME
         if self._refusal or self._asked is _Asked.EVERYONE or any(map(self._joins, launches)):
             try:
-                self._ask(wide=wide)
+                if self._ask(sized, wide=wide)[1] == _Said.SIZED:
+                    self._sized_here = True
+                    self._votes_on_sizes.add(self._kind)
             except RankLost as lost:
                 here = f"Rank {self.ranks.rank} stood before {launches[0].key[0]} in {self._stage}."
                 raise RankLost(f"{lost} {here}") from lost
@@ -527,7 +589,7 @@ class Collectives:
         if self._asked is _Asked.EVERYONE and (wide or heard >= _Said.FAILED):
             asked = self.ranks
             heard = asked.spread(heard)[1]
-        self._asking += time.perf_counter() - started
+        self._exchanges.append(time.perf_counter() - started)
         if heard >= _Said.REFUSED:
             raise UsageError(next(filter(None, asked.gather(self._refusal))))
         if heard >= _Said.FAILED:

@@ -62,6 +62,8 @@ class Launch:
     follows_data: bool = False
     """Whether its sizes may be others for other data of the same shape: an all-to-all that is told the sizes
     of its parts. In a rotation, which sends one part and gets one, there is nothing to choose."""
+    told_sizes: bool = False
+    """Whether it is an all-to-all that is told the sizes of its parts, whatever they are."""
     refused: str = ""
     """The reason why a rank cannot make it by itself, or cannot tell whether it has been made."""
     any_size: bool = False
@@ -206,27 +208,32 @@ def _seen(operator: Any, positional: Any, named: Any) -> Launch:
     group = dist.group.WORLD if why else _group_of(tree_leaves((positional, named)))
     assert group is not None
     arguments = _without_values((positional, named))
+    sizes = _sizes_of_parts(_name(operator), positional)
     plain = (leaf for leaf in tree_leaves(arguments) if not isinstance(leaf, torch.ScriptObject))
     return Launch(
         operator,
         arguments,
         group,
         (str(operator), group.group_name, *plain),
-        follows_data=_parts_follow_data(_name(operator), positional),
+        follows_data=_parts_follow_data(_name(operator), sizes),
+        told_sizes=bool(sizes),
         refused=_refusal(operator, why) if why else "",
     )
 
 
-def _parts_follow_data(name: str, arguments: Sequence[Any]) -> bool:
-    """Whether an all-to-all is told the sizes of its parts: by numbers, or by tensors that are not alike."""
+def _sizes_of_parts(name: str, arguments: Sequence[Any]) -> list[list[int]]:
+    """The sizes of parts that an all-to-all is told, by numbers or by its tensors; for others, none."""
     lists = [each for each in arguments if isinstance(each, (list, tuple)) and each]
     if name == "alltoall_":
-        lists = [[part.numel() for part in each] for each in lists]
-        if len({*chain(*lists)}) == 1:
-            return False
-    elif name not in _ALL_TO_ALL:
+        return [[part.numel() for part in each] for each in lists]
+    return [[*each] for each in lists] if name in _ALL_TO_ALL else []
+
+
+def _parts_follow_data(name: str, sizes: Sequence[Sequence[int]]) -> bool:
+    """Whether parts of these sizes may have others. Tensors have to be listed even where they are alike."""
+    if name == "alltoall_" and len({*chain(*sizes)}) == 1:
         return False
-    return any(sum(map(bool, sizes)) != 1 for sizes in lists)
+    return any(sum(map(bool, each)) != 1 for each in sizes)
 
 
 def _refusal(operator: Any, why: str) -> str:

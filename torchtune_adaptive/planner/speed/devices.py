@@ -34,13 +34,6 @@ passes."""
 SYNCHRONIZE = 1e-6
 """Seconds in which the host records an event or makes a stream wait for one."""
 
-COLLECTIVE_LATENCY = 10e-6
-"""Seconds that a collective takes to begin: 8.4 us in NCCL's tuning, and its kernel's start."""
-
-NVLINK_HOP, PCIE_HOP, NETWORK_HOP = 3.4e-6, 5.7e-6, 14e-6
-"""Seconds from a rank to the next in a ring: what NCCL's own tuning (``tuning.cc``) assumes for its simple
-protocol."""
-
 CHANNELS, PCIE_CHANNELS = 24, 4
 """Multiprocessors that a collective occupies: NCCL's channels on 8 GPUs with NVSwitch, as its log shows
 them; over PCIe an assumption."""
@@ -99,21 +92,15 @@ class Speeds:
     def peak(self, dtype: str) -> float | None:
         return self.single if dtype in ("float32", "float64") else self.half
 
-    def _ranks_in_a_node(self, ranks: int, distance: int) -> int:
+    def ranks_in_a_node(self, ranks: int, distance: int) -> int:
         """The number of a group's ranks that are in one node, if each is so far from the next."""
         return min(ranks, max(1, self.gpus_in_a_node // distance))
 
     def collective_bandwidth(self, ranks: int, distance: int = 1) -> float:
         """Bytes/s on the wire of each rank. Between nodes, the rings of a collective share the network with
         those of the node's other groups."""
-        together = self._ranks_in_a_node(ranks, distance)
+        together = self.ranks_in_a_node(ranks, distance)
         return self.links if ranks <= together else min(self.links, together * self.network)
-
-    def ring_latency(self, ranks: int, distance: int = 1) -> float:
-        """Seconds in which the first bytes have gone around a ring."""
-        nodes = -(-ranks // self._ranks_in_a_node(ranks, distance))
-        hop = NVLINK_HOP if self.has_nvlink else PCIE_HOP
-        return (ranks - nodes) * hop + (nodes - 1) * NETWORK_HOP
 
     @staticmethod
     def simulated() -> Speeds:

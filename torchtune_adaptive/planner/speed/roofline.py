@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from torchtune_adaptive.planner.speed import devices, kernels
+from torchtune_adaptive.planner.speed import collectives, devices, kernels
 from torchtune_adaptive.planner.speed.devices import Speeds
 from torchtune_adaptive.planner.speed.operations import (
     ATTENTION,
@@ -51,12 +51,7 @@ def seconds(operation: Operation, speeds: Speeds, ranks: int, compiled: bool) ->
 def _of_collective(operation: Operation, speeds: Speeds, ranks: int) -> float:
     """The time of a collective among ``ranks``, or those of its own group."""
     size, distance = map(int, operation.shape or (ranks, 1))
-    if size == 1:
-        return 0.0
-    passes = 2 if operation.name.startswith(("allreduce", "all_reduce")) else 1
-    wire = operation.nbytes * passes * (size - 1) / size
-    latency = devices.COLLECTIVE_LATENCY + passes * speeds.ring_latency(size, distance)
-    return latency + wire / speeds.collective_bandwidth(size, distance)
+    return collectives.seconds(operation.name, operation.nbytes, size, distance, speeds)
 
 
 def _share(operation: Operation, speeds: Speeds) -> float:

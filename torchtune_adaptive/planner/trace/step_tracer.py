@@ -220,8 +220,14 @@ class StepTracer:
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
         """A context in which tensors are fake, and nothing is recorded."""
-        with private.replaced(private.of_meshes()), self._fake, self._watch, self._watch.paused():
+        without_values = private.replaced(private.of_meshes())
+        with without_values, self.splitting(), self._fake, self._watch, self._watch.paused():
             yield
+
+    @staticmethod
+    def splitting() -> AbstractContextManager[None]:
+        """A context in which FSDP splits parameters for many ranks in the time that it takes for few."""
+        return private.replaced(private.of_chunks())
 
     @contextmanager
     def tracing(self) -> Iterator[None]:

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from torchtune_adaptive.common import counted
+from torchtune_adaptive.recipe.data.few_lengths import FewLengths, collate_few, collate_padded
 from torchtune_adaptive.recipe.data.packed import ImaginedMask, collate_packed
 from torchtune_adaptive.recipe.data.split_rows import CollateParts, RowParts
 from torchtune_adaptive.recipe.registry import component
@@ -112,11 +112,14 @@ class TokenRows(Rows):
 
     packed: bool = False
     parts: RowParts | None = None
+    lengths: FewLengths | None = None
+    """Those that batches have, where each would have its collectives recorded."""
 
     def length(self, row: Row) -> int:
         return len(row["tokens"])
 
     def padded(self, length: int) -> int:
+        length = self.lengths.padded(length) if self.lengths else length
         return self.parts.padded(length) if self.parts else length
 
     def stretched(self, row: Row, length: int) -> Row:
@@ -153,7 +156,12 @@ class TokenRows(Rows):
         end = tokenizer.pad_id, objective.ignored
         if chunks > 1 and "output" in (asked["custom_sharded_layers"] or []):
             least = (chunks * (chunks - 1) + 1) * (parts.ranks if parts else 1)
-            collate = partial(_collate_in_chunks, collate, least, *end)
+            # The output layer runs once for each chunk and, sharded by itself, gathers its weights each
+            # time. Short batches give fewer chunks, so ranks with batches of other lengths would wait for
+            # each other forever.
+            collate = partial(collate_padded, collate, partial(max, least), *end)
+        if self.lengths:
+            collate = partial(collate_few, collate, self.lengths, *end)
         return CollateParts(collate, parts, *end, labels_are_shifted()) if parts else collate
 
     def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, Any]:
@@ -165,28 +173,6 @@ class TokenRows(Rows):
         if self.packed and simulated:
             batch["mask"] = ImaginedMask(rows, length)
         return batch
-
-
-def _collate_in_chunks(
-    collate: Callable[[list[Any]], dict[str, Any]],
-    least: int,
-    padding: int,
-    ignored: int,
-    rows: list[Any],
-) -> dict[str, Any]:
-    """A batch of ``least`` tokens or more in each row, to be cut into as many chunks as the loss wants.
-
-    The output layer runs once for each chunk and, sharded by itself, gathers its weights each time. Short
-    batches give fewer chunks, so ranks with batches of other lengths would wait for each other forever.
-    """
-    batch = collate(rows)
-    missing = least - batch["tokens"].shape[-1]
-    if missing > 0:
-        batch["tokens"] = F.pad(batch["tokens"], (0, missing), value=padding)
-        batch["labels"] = F.pad(batch["labels"], (0, missing), value=ignored)
-        if "encoder_mask" in batch:
-            batch["encoder_mask"] = F.pad(batch["encoder_mask"], (0, 0, 0, missing))
-    return batch
 
 
 TOKEN_ROWS = TokenRows()

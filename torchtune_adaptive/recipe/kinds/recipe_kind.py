@@ -21,6 +21,7 @@ from torchtune_adaptive.recipe.checkpoints.checkpoints import (
     FullCheckpoints,
     LoRACheckpoints,
 )
+from torchtune_adaptive.recipe.data.few_lengths import FewLengths
 from torchtune_adaptive.recipe.data.rows import Rows, TokenRows
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
@@ -113,7 +114,11 @@ class RecipeKind(ABC):
     def rows(self) -> Rows:
         """What the samples are like."""
         context = self.environment.context
-        return TokenRows(packed=self.asked.packed(), parts=context.parts if context else None)
+        return TokenRows(
+            packed=self.asked.packed(),
+            parts=context.parts if context else None,
+            lengths=FewLengths.of(self.asked),
+        )
 
 
 class Full(RecipeKind):

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner import DeviceLimits, Machine, Pace, gpus
+from torchtune_adaptive.recipe.data.few_lengths import FewLengths
 from torchtune_adaptive.recipe.data.row_lengths import longest_known
 from torchtune_adaptive.recipe.plan.device import device_for, pace_for
 from torchtune_adaptive.recipe.plan.query import Query, planned_rank
@@ -123,6 +124,8 @@ def plan_request(
     if asked.kind.generates:
         source = f"prompts of {length}: {source}; responses of max_generated_tokens"
         length += asked["max_generated_tokens"]
+    if (lengths := FewLengths.of(asked)) and (padded := lengths.padded(length)) > length:
+        length, source = padded, f"{source}, rounded up as {TENSORS} has it"
     device, assumed = device_for(asked, ranks, gpu_name, memory)
     # Not the name of the device, which says how much memory it has, where that is limited.
     named = device.name if gpu_name in (None, gpus.HERE) else gpus.gpu(gpu_name).name
