@@ -1,6 +1,6 @@
 """Detects a rank that died or hangs, and stops long before the process group would, saying what it did.
 
-Each rank has a thread that publishes what its main thread is doing, and reads what the others publish. Two
+Each rank has a thread that publishes what its main thread is doing, and learns what the others publish. Two
 things make a rank lost: it sends no sign of life for ``limit`` seconds (killed, stopped, its machine
 gone), or it stays where it is while the others are past that point and wait for it (a hang), for longer
 than the activity allows. Then every other rank reports it and exits, whatever its main thread is waiting in;
@@ -11,7 +11,6 @@ Nothing here touches the device or delays a step: the main thread writes a few a
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import sys
@@ -19,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar
 
@@ -27,17 +26,10 @@ import torch.distributed as dist
 
 from torchtune_adaptive.common import RankLost, explain
 from torchtune_adaptive.core.ranks.agreement import Ranks, is_lost_peer
-from torchtune_adaptive.core.ranks.signs import (
-    DONE,
-    LONGEST_SILENCE,
-    Sign,
-    lost_rank,
-    opened,
-    sealed,
-)
+from torchtune_adaptive.core.ranks.signs import DONE, LONGEST_SILENCE, Sign, lost_rank
+from torchtune_adaptive.core.ranks.star import Star
 from torchtune_adaptive.core.ranks.store import open_store
 
-log = logging.getLogger(__name__)
 EXIT_CODE = 70
 """Tells our exit from a signal's or Python's own ("internal software error" of sysexits.h)."""
 _BEATS_PER_LIMIT = 20
@@ -70,11 +62,8 @@ class Watchdog:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: dist.TCPStore | None = None
-        self._key = b""
+        self._star: Star | None = None
         self._beats = 0
-        self._raw: dict[int, bytes] = {}
-        self._others: dict[int, Sign] = {}
-        self._warned = False
 
     # --- called by the main thread ------------------------------------------------------------------
 
@@ -90,7 +79,7 @@ class Watchdog:
         """
         before, self._activity, self._patience = self._patience, activity, patience
         self._progress += 1
-        if None in (before, patience) and self._store is not None:
+        if None in (before, patience) and self._star is not None:
             # Now: there may be no other chance, and who is silent after such an activity is done with it.
             self._publish()
 
@@ -99,7 +88,8 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self.on_duty and self.ranks.size > 1:
             self._store = open_store(self.ranks, timedelta(seconds=self.limit))
-            self._key = self.ranks.from_rank_zero(secrets.token_bytes(16))
+            key = self.ranks.from_rank_zero(secrets.token_bytes(16))
+            self._star = Star(self._store, self.ranks.rank, self.ranks.size, key, self._own)
             self._publish()
             self.ranks.any(False)  # from here on, every rank's sign exists
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -136,7 +126,7 @@ class Watchdog:
         """
         self._closing.set()
         thread.join(timeout=self.limit)
-        store, self._store = self._store, None
+        store, self._store, self._star = self._store, None, None
         assert store is not None
         with suppress(Exception):  # nobody may be left
             store.set(_left(self.ranks.rank), "")
@@ -152,54 +142,36 @@ class Watchdog:
     def _beat(self) -> float:
         return min(self.limit / _BEATS_PER_LIMIT, _SLOWEST_BEAT)
 
+    @property
+    def _detour(self) -> float:
+        """Seconds that a sign takes at most to be passed on by rank 0; two ranks read each other's."""
+        return self._beat if self.ranks.size > 2 else 0.0
+
     def _watch(self) -> None:
+        star = self._star
+        assert star is not None
+        # The host of the store stays until the others have read what it has just passed on.
+        moment = _SLOWEST_BEAT + (self._detour if self.ranks.is_zero else 0.0)
         while not self._closing.wait(self._beat):
+            self._beats += 1
             try:
-                self._exchange_signs()
+                others = star.exchange()
             except Exception as error:
                 if not self._closing.wait(_SLOWEST_BEAT):  # or this rank is ending anyway
                     self._stop(f"rank 0, which hosts the signs of life, does not answer ({error})")
                 return
             limit = min(self.limit, _LIMIT_TO_STOP) if self.stop_requested() else self.limit
-            verdict = lost_rank(self._own(), self._others, time.monotonic(), limit)
+            verdict = lost_rank(self._own(), others, time.monotonic(), limit)
             # If all ranks end for the same reason, each reports it better itself: give this one a moment.
-            if verdict is not None and not self._closing.wait(_SLOWEST_BEAT):
+            if verdict is not None and not self._closing.wait(moment):
                 self._stop(verdict)
         self._publish()  # its last sign
-
-    def _exchange_signs(self) -> None:
-        store = self._store
-        assert store is not None
-        self._beats += 1
-        store.set(_sign(self.ranks.rank), sealed(self._own(), self.ranks.rank, self._key))
-        others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
-        values = store.multi_get([_sign(rank) for rank in others])
-        for rank, raw in zip(others, values, strict=True):
-            if raw != self._raw.get(rank):
-                self._raw[rank] = raw
-                self._read(rank, raw)
-
-    def _read(self, rank: int, raw: bytes) -> None:
-        sign = opened(raw, rank, self._key, time.monotonic())
-        if sign is None:
-            if not self._warned:
-                log.warning(
-                    f"The key-value store of the watchdog holds a value for rank {rank} that no rank of this "
-                    "run has written; ignoring it, and any other like it. Another process can connect to "
-                    "the store's port: check who reaches this machine."
-                )
-            self._warned = True
-            return
-        before = self._others.get(rank)
-        if before is not None and before.progress == sign.progress:
-            sign = replace(sign, moved=before.moved)
-        self._others[rank] = sign
 
     def _publish(self) -> None:
         """This rank's sign, now; whether it arrives is for the thread to notice."""
         with suppress(Exception):
-            assert self._store is not None
-            self._store.set(_sign(self.ranks.rank), sealed(self._own(), self.ranks.rank, self._key))
+            assert self._star is not None
+            self._star.publish()
 
     def _own(self) -> Sign:
         return Sign(self._activity, self._progress, self._patience, self._stopped, self._beats)
@@ -213,12 +185,12 @@ class Watchdog:
             flush=True,
         )
         silence = _SILENT_BEATS * self._beat
-        self._closing.wait(silence + self._beat)  # the thread keeps listening meanwhile
-        now = time.monotonic()
+        # Meanwhile the thread keeps listening.
+        self._closing.wait(silence + self._beat + self._detour)
+        assert self._star is not None
         missing = [
             f"rank {rank} ({sign.stopped or 'silent'}; its last sign came from '{sign.activity}')"
-            for rank, sign in sorted(self._others.items())
-            if sign.stopped or now - sign.heard > silence
+            for rank, sign in self._star.missing(silence).items()
         ]
         return (
             f"lost {', '.join(missing) or 'contact with another rank'} "
@@ -232,10 +204,6 @@ class Watchdog:
         )
         # The main thread may be waiting inside a collective, where no exception can reach it.
         os._exit(EXIT_CODE)
-
-
-def _sign(rank: int) -> str:
-    return f"sign of life of rank {rank}"
 
 
 def _left(rank: int) -> str:
