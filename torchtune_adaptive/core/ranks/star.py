@@ -45,7 +45,8 @@ class Star:
         self._store, self._rank, self._key, self._own, self._clock = store, rank, key, own, clock
         self._sources = [*range(1, size)] if rank == 0 else [0]
         self._raw: dict[int, bytes] = {}
-        self._signs: dict[int, Sign] = {}  # of those that this rank reads itself
+        self.signs: dict[int, Sign] = {}
+        """The signs that this rank reads itself: on rank 0 those of all others, elsewhere rank 0's."""
         self._suspects: dict[int, Sign] = {}
         self._swept = 0.0  # when rank 0 last read all signs, on its clock
         self._publishing = threading.Lock()
@@ -68,23 +69,23 @@ class Star:
         """
         if self._rank == 0:
             self._listen()
-            self._suspects = suspects(self._signs, self._clock())
+            self._suspects = suspects(self.signs, self._clock())
             self._swept = self._clock()
             self.publish()
             return self._suspects
         self.publish()
         news = self._listen()
         if news:
-            passed_on = self._signs[0].suspects
+            passed_on = self.signs[0].suspects
             self._suspects = {rank: sign for rank, sign in passed_on.items() if rank != self._rank}
-        return self._signs | (self._suspects if news else {})
+        return self.signs | (self._suspects if news else {})
 
     def missing(self, silence: float) -> dict[int, Sign]:
         """The ranks that have stopped or not been heard for ``silence`` seconds, as far as is known here."""
         since = self._clock() - silence
-        known = self._signs | self._suspects
-        if self._rank != 0 and self._signs and self._signs[0].heard < since:
-            known = self._signs  # of the others nothing has been heard since
+        known = self.signs | self._suspects
+        if self._rank != 0 and self.signs and self.signs[0].heard < since:
+            known = self.signs  # of the others nothing has been heard since
         return {
             rank: sign for rank, sign in sorted(known.items()) if sign.stopped or sign.heard < since
         }
@@ -113,10 +114,10 @@ class Star:
                 )
             self._warned = True
             return False
-        before = self._signs.get(rank)
+        before = self.signs.get(rank)
         if before is not None and before.progress == sign.progress:
             sign = replace(sign, moved=before.moved)
-        self._signs[rank] = sign
+        self.signs[rank] = sign
         return True
 
 

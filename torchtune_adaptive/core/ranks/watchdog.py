@@ -60,7 +60,8 @@ class Watchdog:
         self._patience: float | None = self.limit
         self._stopped = ""
         self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._stopping = threading.Lock()
         self._store: dist.TCPStore | None = None
         self._star: Star | None = None
         self._beats = 0
@@ -92,12 +93,15 @@ class Watchdog:
             self._star = Star(self._store, self.ranks.rank, self.ranks.size, key, self._own)
             self._publish()
             self.ranks.any(False)  # from here on, every rank's sign exists
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-            self._thread.start()
+            watches = {"watchdog": self._watch, "watchdog of rank 0": self._watch_rank_zero}
+            for name, watch in watches.items():
+                thread = threading.Thread(target=watch, args=[self._star], name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if self._thread is None:
+        if not self._threads:
             if self.ranks.size > 1 and is_lost_peer(error):
                 raise RankLost(
                     f"another rank ended while this rank was in '{self._activity}'. What that rank "
@@ -113,21 +117,24 @@ class Watchdog:
         lost = RankLost(self._who_is_missing()) if is_lost_peer(error) else None
         ending = lost or error
         self._stopped = DONE if ending is None else f"{type(ending).__name__}: {ending}"
-        self._close(self._thread)
+        self._close()
         if lost is not None:
             raise lost from error
         if broken is not None:
             raise broken
 
-    def _close(self, thread: threading.Thread) -> None:
-        """End the thread and the store, in this order, and before the interpreter ends.
+    def _close(self) -> None:
+        """End the threads and the store, in this order, and before the interpreter ends.
 
         A thread that still needs the interpreter when that ends makes the process abort.
         """
         self._closing.set()
-        thread.join(timeout=self.limit)
+        for thread in self._threads:
+            thread.join(timeout=self.limit)
         store, self._store, self._star = self._store, None, None
         assert store is not None
+        if self._threads[0].is_alive():
+            return  # rank 0 does not answer, and would not answer what follows either
         with suppress(Exception):  # nobody may be left
             store.set(_left(self.ranks.rank), "")
             # The host leaves last: the others still need it for their last calls, and to read why it ends.
@@ -136,7 +143,7 @@ class Watchdog:
                 others = [_left(rank) for rank in range(1, self.ranks.size)]
                 store.wait(others, timedelta(seconds=patience))
 
-    # --- the thread -----------------------------------------------------------------------------------
+    # --- the threads ----------------------------------------------------------------------------------
 
     @property
     def _beat(self) -> float:
@@ -147,11 +154,7 @@ class Watchdog:
         """Seconds that a sign takes at most to be passed on by rank 0; two ranks read each other's."""
         return self._beat if self.ranks.size > 2 else 0.0
 
-    def _watch(self) -> None:
-        star = self._star
-        assert star is not None
-        # The host of the store stays until the others have read what it has just passed on.
-        moment = _SLOWEST_BEAT + (self._detour if self.ranks.is_zero else 0.0)
+    def _watch(self, star: Star) -> None:
         while not self._closing.wait(self._beat):
             self._beats += 1
             try:
@@ -160,12 +163,32 @@ class Watchdog:
                 if not self._closing.wait(_SLOWEST_BEAT):  # or this rank is ending anyway
                     self._stop(f"rank 0, which hosts the signs of life, does not answer ({error})")
                 return
-            limit = min(self.limit, _LIMIT_TO_STOP) if self.stop_requested() else self.limit
-            verdict = lost_rank(self._own(), others, time.monotonic(), limit)
-            # If all ranks end for the same reason, each reports it better itself: give this one a moment.
-            if verdict is not None and not self._closing.wait(moment):
-                self._stop(verdict)
+            self._judge(others)
         self._publish()  # its last sign
+
+    def _watch_rank_zero(self, star: Star) -> None:
+        """Judge rank 0 by the age of its sign, whatever the other thread waits in.
+
+        The store answers no request while its process is stopped, or once its machine is gone. The timeout of
+        requests does not end them then.
+        """
+        while not (self.ranks.is_zero or self._closing.wait(self._beat)):
+            # Twice: where the interpreter's lock was held for long, the other thread has a beat to read first.
+            if self._verdict(star.signs) is not None and not self._closing.wait(self._beat):
+                self._judge(star.signs)
+
+    def _judge(self, others: dict[int, Sign]) -> None:
+        """Stop if one of the others is lost."""
+        verdict = self._verdict(others)
+        # If all ranks end for the same reason, each reports it better itself: give this one a moment. And the
+        # host of the store stays until the others have read what it has just passed on.
+        moment = _SLOWEST_BEAT + (self._detour if self.ranks.is_zero else 0.0)
+        if verdict is not None and not self._closing.wait(moment):
+            self._stop(verdict)
+
+    def _verdict(self, others: dict[int, Sign]) -> str | None:
+        limit = min(self.limit, _LIMIT_TO_STOP) if self.stop_requested() else self.limit
+        return lost_rank(self._own(), others, time.monotonic(), limit)
 
     def _publish(self) -> None:
         """This rank's sign, now; whether it arrives is for the thread to notice."""
@@ -198,6 +221,7 @@ class Watchdog:
         )
 
     def _stop(self, why: str) -> None:
+        self._stopping.acquire()  # for good: one thread says why
         explain(
             f"{why}. Stopping: this rank would otherwise wait forever. (If that rank was merely slow, raise "
             "adaptive_batching.rank_timeout or, for a hang in training, step_timeout.)"
