@@ -67,6 +67,9 @@ class Star:
         What rank 0 passes on is judged when it arrives, and not again: while rank 0 is silent, the ages of
         others would grow without saying anything about them.
         """
+        if not self.signs:  # until a rank is heard, it is where this one is
+            now = self._clock()
+            self.signs = dict.fromkeys(self._sources, replace(self._own(), heard=now, moved=now))
         if self._rank == 0:
             self._listen()
             self._suspects = suspects(self.signs, self._clock())
@@ -114,8 +117,8 @@ class Star:
                 )
             self._warned = True
             return False
-        before = self.signs.get(rank)
-        if before is not None and before.progress == sign.progress:
+        before = self.signs[rank]
+        if before.progress == sign.progress:
             sign = replace(sign, moved=before.moved)
         self.signs[rank] = sign
         return True

@@ -173,7 +173,7 @@ class Watchdog:
         requests does not end them then.
         """
         while not (self.ranks.is_zero or self._closing.wait(self._beat)):
-            # Twice: where the interpreter's lock was held for long, the other thread has a beat to read first.
+            # Twice: if the interpreter's lock was held for long, the other thread has a beat to read first.
             if self._verdict(star.signs) is not None and not self._closing.wait(self._beat):
                 self._judge(star.signs)
 
