@@ -135,16 +135,37 @@ def test_ranks_that_rank_0_could_not_hear_for_long_are_not_lost() -> None:
         assert set(fleet.beat(LIMIT).values()) == {None}
 
 
-def test_ranks_that_are_done_do_not_hide_one_that_is_not() -> None:
+@pytest.mark.parametrize("stopped", ["", "ValueError: no"])
+def test_ranks_that_are_done_do_not_hide_one_that_is_not(stopped: str) -> None:
     fleet, victim = fleet_of(64)
-    fleet.mute(victim)
     for rank in {*range(1, 64)} - {victim, *fleet.listeners}:
         fleet.change(rank, stopped=DONE)
         fleet.stars[rank].publish()
         fleet.mute(rank)
+    fleet.beat(LIMIT)
+    fleet.change(victim, stopped=stopped)
+    fleet.stars[victim].publish()
+    fleet.mute(victim)
     named = fleet.until_named(LIMIT, within=2 * LIMIT)
     assert named.keys() == {0, *fleet.listeners}
-    assert all(f"rank {victim} has sent" in verdict for _, verdict in named.values())
+    expected = f"rank {victim} stopped in" if stopped else f"rank {victim} has sent"
+    assert all(verdict.startswith(expected) for _, verdict in named.values())
+
+
+def test_a_rank_does_not_name_itself() -> None:
+    """It has just gone on, and what rank 0 says of it is older than that."""
+    fleet, _ = fleet_of(16)
+    fleet.change_all(progress=200, patience=LIMIT)
+    for _ in range(10):
+        assert set(fleet.beat(3 * LIMIT).values()) == {None}
+    first = fleet.listeners[0]
+    fleet.change(first, progress=201)
+    verdict = fleet.beat(3 * LIMIT)[first]
+    assert (
+        verdict is not None and "rank 0 has been hanging" in verdict
+    )  # rank 0 first, and not itself
+    told = fleet.stars[first].exchange()
+    assert first not in told and {*told} & {*fleet.listeners}
 
 
 def test_ranks_that_save_do_not_hide_one_that_is_silent() -> None:
@@ -166,16 +187,17 @@ def test_the_suspects_are_enough_for_every_rank() -> None:
     named = 0
     for _ in range(3000):
         now = 10_000.0
+        silences = draw.choice([[1.0], [1.0, 5.0, 20.0, 100.0, 1700.0]])
         signs = {
             rank: Sign(
                 "step 7",
                 progress=draw.randrange(6),
                 patience=draw.choice([None, 10.0, 50.0]),
-                stopped=draw.choice([""] * 60 + [DONE, DONE, "an error"]),
-                heard=now - draw.choice([1.0, 5.0, 20.0, 100.0, 1700.0]) * draw.random(),
+                stopped=draw.choice([""] * 300 + [DONE, DONE, "an error"]),
+                heard=now - draw.choice(silences) * draw.random(),
                 moved=now - draw.choice([1.0, 5.0, 20.0, 60.0]) * draw.random(),
             )
-            for rank in range(draw.choice([2, 20, 60]))
+            for rank in range(draw.choice([2, 20, 60, 120]))
         }
         raw = sealed(Sign("", 0, None, suspects=suspects(signs, now)), 0, KEY, now).encode()
         sign = opened(raw, 0, KEY, now)
@@ -221,10 +243,13 @@ def test_what_rank_0_did_not_write_is_ignored_and_reported_once(
     fleet, _ = fleet_of(16)
     said = forgeries(fleet)[kind]
     fleet.mute(0)
+    fleet.beat(LIMIT)  # they read what it wrote last
+    known = [fleet.stars[rank].signs[0] for rank in fleet.listeners]
     with caplog.at_level(logging.WARNING):
-        for beat in range(3):
+        for beat in range(2):
             fleet.values[ZERO] = said + b" " * beat
             assert set(fleet.beat(LIMIT).values()) == {None}
+            assert [fleet.stars[rank].signs[0] for rank in fleet.listeners] == known
     reports = [record for record in caplog.records if "rank 0 that no rank" in record.message]
     assert len(reports) == len(fleet.listeners)
     named = fleet.until_named(LIMIT, within=2 * LIMIT)

@@ -126,6 +126,24 @@ def test_who_broke_a_collective_is_named_by_all(ended: dict[str, Future[list[End
         assert "rank 2" in rank.said.split("identifying the missing rank")[1], rank.said
 
 
+def fail_beside_rank_0_that_is_stopped() -> None:
+    ranks = Ranks(timeout=LONG)
+    with Watchdog(ranks, limit=LIMIT) as watchdog:
+        ranks.any(False)
+        time.sleep(1.0)
+        if ranks.is_zero:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(5 * watchdog._beat)  # its thread waits for an answer by now
+        raise ValueError("a bug")
+
+
+def test_a_rank_ends_though_rank_0_answers_nothing() -> None:
+    _, rank = watch_ranks(
+        fail_beside_rank_0_that_is_stopped, 2, until_exit_of=[1], timeout=10 * LIMIT
+    )
+    assert rank.exit_code == 1 and "ValueError: a bug" in rank.said, rank.said
+
+
 @pytest.mark.parametrize("holder", [0, 2])
 def test_nobody_is_lost_while_one_may_take_any_time(holder: int) -> None:
     for rank in watch_ranks(hold_the_lock, 3, holder, until_exit_of=[0, 1, 2]):
