@@ -1,10 +1,10 @@
 """Detects a rank that died or hangs, and stops long before the process group would, saying what it did.
 
 Each rank has a thread that publishes what its main thread is doing, and learns from rank 0 what the others
-publish (``star``). Two things make a rank lost: it sends no sign of life for ``limit`` seconds (killed, stopped,
-its machine gone), or it stays where it is while the others are past that point and wait for it (a hang), for
-longer than the activity allows. Then every other rank reports it and exits, whatever its main thread is waiting
-in; the launcher sees the exit and ends the run.
+publish (``star``). Two things make a rank lost: it sends no sign of life for ``limit`` seconds (killed,
+stopped, its machine gone), or it stays where it is while the others are past that point and wait for it (a
+hang), for longer than the activity allows. Then every other rank reports it and exits, whatever its main
+thread is waiting in; the launcher sees the exit and ends the run.
 
 Nothing here touches the device or delays a step: the main thread writes a few attributes, no more.
 """
