@@ -17,8 +17,8 @@ from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE, Watchdog
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
-LIMIT = 5.0
-LIMIT_OF_MANY = 10.0  # in which 16 processes on a busy machine also find the store
+LIMIT = 6.0  # longer than a name server may take, where connecting asks one
+LIMIT_OF_MANY = 12.0  # in which 16 processes on a busy machine also find the store
 LONG = 100.0  # seconds; a wait that nothing but the watchdog ends in time
 
 
