@@ -1,17 +1,16 @@
 """Detects a rank that died or hangs, and stops long before the process group would, saying what it did.
 
-Each rank has a thread that publishes what its main thread is doing, and reads what the others publish. Two
-things make a rank lost: it sends no sign of life for ``limit`` seconds (killed, stopped, its machine
-gone), or it stays where it is while the others are past that point and wait for it (a hang), for longer
-than the activity allows. Then every other rank reports it and exits, whatever its main thread is waiting in;
-the launcher sees the exit and ends the run.
+Each rank has a thread that publishes what its main thread is doing, and learns from rank 0 what the others
+publish (``star``). Two things make a rank lost: it sends no sign of life for ``limit`` seconds (killed,
+stopped, its machine gone), or it stays where it is while the others are past that point and wait for it (a
+hang), for longer than the activity allows. Then every other rank reports it and exits, whatever its main
+thread is waiting in; the launcher sees the exit and ends the run.
 
 Nothing here touches the device or delays a step: the main thread writes a few attributes, no more.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import sys
@@ -19,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar
 
@@ -27,17 +26,10 @@ import torch.distributed as dist
 
 from torchtune_adaptive.common import RankLost, explain
 from torchtune_adaptive.core.ranks.agreement import Ranks, is_lost_peer
-from torchtune_adaptive.core.ranks.signs import (
-    DONE,
-    LONGEST_SILENCE,
-    Sign,
-    lost_rank,
-    opened,
-    sealed,
-)
+from torchtune_adaptive.core.ranks.signs import DONE, LONGEST_SILENCE, Sign, lost_rank
+from torchtune_adaptive.core.ranks.star import Star
 from torchtune_adaptive.core.ranks.store import open_store
 
-log = logging.getLogger(__name__)
 EXIT_CODE = 70
 """Tells our exit from a signal's or Python's own ("internal software error" of sysexits.h)."""
 _BEATS_PER_LIMIT = 20
@@ -68,13 +60,11 @@ class Watchdog:
         self._patience: float | None = self.limit
         self._stopped = ""
         self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._stopping = threading.Lock()
         self._store: dist.TCPStore | None = None
-        self._key = b""
+        self._star: Star | None = None
         self._beats = 0
-        self._raw: dict[int, bytes] = {}
-        self._others: dict[int, Sign] = {}
-        self._warned = False
 
     # --- called by the main thread ------------------------------------------------------------------
 
@@ -90,7 +80,7 @@ class Watchdog:
         """
         before, self._activity, self._patience = self._patience, activity, patience
         self._progress += 1
-        if None in (before, patience) and self._store is not None:
+        if None in (before, patience) and self._star is not None:
             # Now: there may be no other chance, and who is silent after such an activity is done with it.
             self._publish()
 
@@ -99,15 +89,19 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self.on_duty and self.ranks.size > 1:
             self._store = open_store(self.ranks, timedelta(seconds=self.limit))
-            self._key = self.ranks.from_rank_zero(secrets.token_bytes(16))
+            key = self.ranks.from_rank_zero(secrets.token_bytes(16))
+            self._star = Star(self._store, self.ranks.rank, self.ranks.size, key, self._own)
             self._publish()
             self.ranks.any(False)  # from here on, every rank's sign exists
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-            self._thread.start()
+            watches = {"watchdog": self._watch, "watchdog of rank 0": self._watch_rank_zero}
+            for name, watch in watches.items():
+                thread = threading.Thread(target=watch, args=[self._star], name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if self._thread is None:
+        if not self._threads:
             if self.ranks.size > 1 and is_lost_peer(error):
                 raise RankLost(
                     f"another rank ended while this rank was in '{self._activity}'. What that rank "
@@ -123,21 +117,24 @@ class Watchdog:
         lost = RankLost(self._who_is_missing()) if is_lost_peer(error) else None
         ending = lost or error
         self._stopped = DONE if ending is None else f"{type(ending).__name__}: {ending}"
-        self._close(self._thread)
+        self._close()
         if lost is not None:
             raise lost from error
         if broken is not None:
             raise broken
 
-    def _close(self, thread: threading.Thread) -> None:
-        """End the thread and the store, in this order, and before the interpreter ends.
+    def _close(self) -> None:
+        """End the threads and the store, in this order, and before the interpreter ends.
 
         A thread that still needs the interpreter when that ends makes the process abort.
         """
         self._closing.set()
-        thread.join(timeout=self.limit)
-        store, self._store = self._store, None
+        for thread in self._threads:
+            thread.join(timeout=self.limit)
+        store, self._store, self._star = self._store, None, None
         assert store is not None
+        if self._threads[0].is_alive():
+            return  # rank 0 does not answer, and would not answer what follows either
         with suppress(Exception):  # nobody may be left
             store.set(_left(self.ranks.rank), "")
             # The host leaves last: the others still need it for their last calls, and to read why it ends.
@@ -146,60 +143,58 @@ class Watchdog:
                 others = [_left(rank) for rank in range(1, self.ranks.size)]
                 store.wait(others, timedelta(seconds=patience))
 
-    # --- the thread -----------------------------------------------------------------------------------
+    # --- the threads ----------------------------------------------------------------------------------
 
     @property
     def _beat(self) -> float:
         return min(self.limit / _BEATS_PER_LIMIT, _SLOWEST_BEAT)
 
-    def _watch(self) -> None:
+    @property
+    def _detour(self) -> float:
+        """Seconds that a sign takes at most to be passed on by rank 0; two ranks read each other's."""
+        return self._beat if self.ranks.size > 2 else 0.0
+
+    def _watch(self, star: Star) -> None:
         while not self._closing.wait(self._beat):
+            self._beats += 1
             try:
-                self._exchange_signs()
+                others = star.exchange()
             except Exception as error:
                 if not self._closing.wait(_SLOWEST_BEAT):  # or this rank is ending anyway
                     self._stop(f"rank 0, which hosts the signs of life, does not answer ({error})")
                 return
-            limit = min(self.limit, _LIMIT_TO_STOP) if self.stop_requested() else self.limit
-            verdict = lost_rank(self._own(), self._others, time.monotonic(), limit)
-            # If all ranks end for the same reason, each reports it better itself: give this one a moment.
-            if verdict is not None and not self._closing.wait(_SLOWEST_BEAT):
-                self._stop(verdict)
+            self._judge(others)
         self._publish()  # its last sign
 
-    def _exchange_signs(self) -> None:
-        store = self._store
-        assert store is not None
-        self._beats += 1
-        store.set(_sign(self.ranks.rank), sealed(self._own(), self.ranks.rank, self._key))
-        others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
-        values = store.multi_get([_sign(rank) for rank in others])
-        for rank, raw in zip(others, values, strict=True):
-            if raw != self._raw.get(rank):
-                self._raw[rank] = raw
-                self._read(rank, raw)
+    def _watch_rank_zero(self, star: Star) -> None:
+        """Judge rank 0 by the age of its sign, whatever the other thread waits in.
 
-    def _read(self, rank: int, raw: bytes) -> None:
-        sign = opened(raw, rank, self._key, time.monotonic())
-        if sign is None:
-            if not self._warned:
-                log.warning(
-                    f"The key-value store of the watchdog holds a value for rank {rank} that no rank of this "
-                    "run has written; ignoring it, and any other like it. Another process can connect to "
-                    "the store's port: check who reaches this machine."
-                )
-            self._warned = True
-            return
-        before = self._others.get(rank)
-        if before is not None and before.progress == sign.progress:
-            sign = replace(sign, moved=before.moved)
-        self._others[rank] = sign
+        The store answers no request while its process is stopped, or once its machine is gone. The timeout of
+        requests does not end them then.
+        """
+        while not (self.ranks.is_zero or self._closing.wait(self._beat)):
+            # Twice: if the interpreter's lock was held for long, the other thread has a beat to read first.
+            if self._verdict(star.signs) is not None and not self._closing.wait(self._beat):
+                self._judge(star.signs)
+
+    def _judge(self, others: dict[int, Sign]) -> None:
+        """Stop if one of the others is lost."""
+        verdict = self._verdict(others)
+        # If all ranks end for the same reason, each reports it better itself: give this one a moment. And the
+        # host of the store stays until the others have read what it has just passed on.
+        moment = _SLOWEST_BEAT + (self._detour if self.ranks.is_zero else 0.0)
+        if verdict is not None and not self._closing.wait(moment):
+            self._stop(verdict)
+
+    def _verdict(self, others: dict[int, Sign]) -> str | None:
+        limit = min(self.limit, _LIMIT_TO_STOP) if self.stop_requested() else self.limit
+        return lost_rank(self._own(), others, time.monotonic(), limit)
 
     def _publish(self) -> None:
         """This rank's sign, now; whether it arrives is for the thread to notice."""
         with suppress(Exception):
-            assert self._store is not None
-            self._store.set(_sign(self.ranks.rank), sealed(self._own(), self.ranks.rank, self._key))
+            assert self._star is not None
+            self._star.publish()
 
     def _own(self) -> Sign:
         return Sign(self._activity, self._progress, self._patience, self._stopped, self._beats)
@@ -213,12 +208,12 @@ class Watchdog:
             flush=True,
         )
         silence = _SILENT_BEATS * self._beat
-        self._closing.wait(silence + self._beat)  # the thread keeps listening meanwhile
-        now = time.monotonic()
+        # Meanwhile the thread keeps listening.
+        self._closing.wait(silence + self._beat + self._detour)
+        assert self._star is not None
         missing = [
             f"rank {rank} ({sign.stopped or 'silent'}; its last sign came from '{sign.activity}')"
-            for rank, sign in sorted(self._others.items())
-            if sign.stopped or now - sign.heard > silence
+            for rank, sign in self._star.missing(silence).items()
         ]
         return (
             f"lost {', '.join(missing) or 'contact with another rank'} "
@@ -226,16 +221,13 @@ class Watchdog:
         )
 
     def _stop(self, why: str) -> None:
+        self._stopping.acquire()  # for good: one thread says why
         explain(
             f"{why}. Stopping: this rank would otherwise wait forever. (If that rank was merely slow, raise "
             "adaptive_batching.rank_timeout or, for a hang in training, step_timeout.)"
         )
         # The main thread may be waiting inside a collective, where no exception can reach it.
         os._exit(EXIT_CODE)
-
-
-def _sign(rank: int) -> str:
-    return f"sign of life of rank {rank}"
 
 
 def _left(rank: int) -> str:
