@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.ranks.agreement import Ranks
     from torchtune_adaptive.core.ranks.store import open_store_of_restart
     from torchtune_adaptive.core.ranks.watchdog import Watchdog
-    from torchtune_adaptive.core.rows.loader import Loader, SampleOrder
+    from torchtune_adaptive.core.rows.loader import Loader
     from torchtune_adaptive.core.rows.micro_batches import (
+        NO_LENGTHS,
         ByRows,
         ByTokens,
         MicroBatch,
         MicroBatches,
     )
+    from torchtune_adaptive.core.rows.order import SampleOrder, Samples
     from torchtune_adaptive.core.search import strategies
     from torchtune_adaptive.core.search.probe import Probe
     from torchtune_adaptive.core.search.trial import SizeTrial
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.sizes.split import Epochs, Rounding, Split, candidates
     from torchtune_adaptive.core.step import knobs, recompute
     from torchtune_adaptive.core.step.exchange import StepDone
+    from torchtune_adaptive.core.step.generator_bytes import pack_generators, unpack_generators
     from torchtune_adaptive.core.step.knobs import Choice, Switches
     from torchtune_adaptive.core.step.objective import (
         Batch,

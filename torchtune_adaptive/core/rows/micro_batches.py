@@ -5,13 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from torchtune_adaptive.core.sizes.packing import Budget, pack
 from torchtune_adaptive.core.sizes.split import Rounding, Split, candidates
+
+Lengths: TypeAlias = npt.NDArray[np.integer[Any]]
+NO_LENGTHS: Lengths = np.zeros(0, dtype=np.int32)
+"""Those of samples where each rank has rows of its own."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,8 @@ class MicroBatches(ABC):
 
     unit: ClassVar[str | None] = None
     """The thing that the size counts; None for samples, whatever a sample is."""
+    of_all_ranks: ClassVar[bool] = False
+    """Whether a rank needs to know the samples of all ranks, in order to divide its own."""
 
     @abstractmethod
     def full_size(self, split: Split) -> int:
@@ -120,11 +128,12 @@ class ByTokens(MicroBatches):
     """Micro-batches of as many rows as a token budget allows at their length."""
 
     unit = "token"
+    of_all_ranks = True
 
     budget: Budget
     """The budget of a micro-batch."""
-    row_lengths: Sequence[int]
-    """The length of every sample; not used where each rank has rows of its own."""
+    row_lengths: Lengths
+    """The length of every sample."""
     padding_id: int
     """The token that rows are padded with."""
     ignored: int
@@ -133,9 +142,6 @@ class ByTokens(MicroBatches):
     """Lengths that batches are padded to, ascending, so that a compiled model sees few shapes; without any,
     batches are as long as their longest row."""
 
-    def __post_init__(self) -> None:
-        self._lengths = [_rounded_up(self.buckets, length) for length in self.row_lengths]
-
     def full_size(self, split: Split) -> int:
         return self.budget.tokens
 
@@ -143,7 +149,7 @@ class ByTokens(MicroBatches):
         return self.budget.halves
 
     def portions(self, step: list[int], size: int, rank: int, ranks: int) -> list[Portion]:
-        lengths = [self._lengths[sample] for sample in step]
+        lengths = self._padded(step)
         parts = pack(lengths, self.budget.within(size), ranks)[rank]
         shortest = step[min(range(len(step)), key=lengths.__getitem__)]
         return [
@@ -170,9 +176,14 @@ class ByTokens(MicroBatches):
 
     def metrics(self, step: Sequence[MicroBatch]) -> dict[str, float]:
         samples = [each.sample_ids for each in step if each.rows]
-        in_all = sum(len(some) * max(map(self._lengths.__getitem__, some)) for some in samples)
-        tokens = sum(self.row_lengths[sample] for some in samples for sample in some)
+        in_all = sum(len(some) * max(self._padded(some)) for some in samples)
+        tokens = sum(int(self.row_lengths[[*some]].sum()) for some in samples)
         return {"padding_share": 1 - tokens / in_all}
+
+    def _padded(self, samples: Sequence[int]) -> list[int]:
+        """The lengths that samples are padded to by themselves."""
+        lengths: list[int] = self.row_lengths[[*samples]].tolist()
+        return [_rounded_up(self.buckets, length) for length in lengths]
 
     def state(self) -> list[list[int]]:
         return [list(each) for each in self.budget.measured]

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import Block, Drawing, counted, plots
-from torchtune_adaptive.core import Budget, ByRows, ByTokens, MicroBatches, Split
+from torchtune_adaptive.core import Budget, ByRows, ByTokens, MicroBatches, SampleOrder, Split
 from torchtune_adaptive.recipe.search import drawn
 from torchtune_adaptive.recipe.search.in_tokens import LengthTrial
 from torchtune_adaptive.recipe.search.report import Report, rows_by_length, table_of
@@ -130,9 +129,10 @@ class BudgetReport(Report):
 def padding_shares(by_tokens: ByTokens, split: Split) -> tuple[float, float]:
     """The share of padding without a budget and with it, over a number of shuffled steps."""
     lengths = by_tokens.row_lengths
-    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).tolist()
+    order = SampleOrder.to_look_at(len(lengths)).epoch(0)
     rows = split.global_batch
-    steps = [order[i : i + rows] for i in range(0, len(order) - rows + 1, rows)][:_STEPS_COMPARED]
+    begins = range(0, len(order) - rows + 1, rows)[:_STEPS_COMPARED]
+    steps = [order[begin : begin + rows].tolist() for begin in begins]
 
     def share(micro_batches: MicroBatches) -> float:
         size = micro_batches.full_size(split)
@@ -145,7 +145,7 @@ def padding_shares(by_tokens: ByTokens, split: Split) -> tuple[float, float]:
         tokens = computed = 0
         for portion in portions:
             if not portion.weightless:
-                mine = [lengths[sample] for sample in portion.sample_ids]
+                mine = lengths[portion.sample_ids].tolist()
                 tokens += sum(mine)
                 computed += len(mine) * max(mine)
         return 1 - tokens / computed if computed else 0.0

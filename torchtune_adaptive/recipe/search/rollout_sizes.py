@@ -15,6 +15,7 @@ from typing import Any
 
 from torchtune_adaptive.common import ConfigError, NothingFits
 from torchtune_adaptive.core import (
+    NO_LENGTHS,
     Budget,
     ByRows,
     ByTokens,
@@ -75,7 +76,8 @@ def decide_sizes(
 
     def divided(size: int | Budget) -> MicroBatches:
         if isinstance(size, Budget):
-            return ByTokens(size, (), phases.generator.padding_id, prober.step.objective.ignored)
+            ignored = prober.step.objective.ignored
+            return ByTokens(size, NO_LENGTHS, phases.generator.padding_id, ignored)
         return ByRows(settings.rounding)
 
     training, scoring = divided(sizes[TRAINING]), divided(sizes[SCORING])
