@@ -3,8 +3,9 @@
 It is a Feistel network. A number is two halves of as many bits, and each round adds to one half, bit by bit,
 a hash of the other one. Whatever the hash is, a round can be undone, so no two numbers become the same. The
 network permutes all numbers of an even number of bits. Those that are no rows pass through it again until
-they are: a cycle of the network leads back to where it began, so rows remain a permutation. There are less
-than four times as many numbers as rows, so a row takes fewer than four passes on average.
+they are: a cycle of the network leads back to where it began, so rows remain a permutation. But for the
+smallest data there are less than four times as many numbers as rows, so a row takes fewer than four passes on
+average.
 
 A place becomes the same row on every machine and with every version: nothing here draws from a generator of
 random numbers, whose numbers may change with a library.
@@ -18,7 +19,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-_ROUNDS = 6  # with 4, orders of very few rows are not equally frequent
+_ROUNDS = 6
+_FEWEST_BITS = 3  # of a half: with fewer, some orders of 4 rows are much more frequent than others
 Numbers: TypeAlias = npt.NDArray[np.uint64]
 
 
@@ -33,7 +35,7 @@ class Permutation:
     def __init__(self, size: int, *key: int) -> None:
         if not 0 < size < 1 << 62:
             raise ValueError(f"size: {size} is not between 1 and 2^62")
-        half = max(1, -(-(size - 1).bit_length() // 2))
+        half = max(_FEWEST_BITS, -(-(size - 1).bit_length() // 2))
         self._size, self._half = np.uint64(size), np.uint64(half)
         self._mask = np.uint64((1 << half) - 1)
         text = " ".join(map(str, (size, *key)))
