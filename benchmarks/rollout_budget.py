@@ -44,7 +44,7 @@ from torchtune_adaptive.common import amount_of_memory
 from torchtune_adaptive.core.device.accelerator import device_memory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.core.rows.micro_batches import NO_LENGTHS, ByRows, ByTokens, MicroBatches
+from torchtune_adaptive.core.rows.micro_batches import ByRows, ByTokens, MicroBatches
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.search.strategies import find_largest
 from torchtune_adaptive.core.search.trial import SizeTrial
@@ -128,7 +128,7 @@ class Bench:
         rows = ByRows("none")
         return {
             "padded": Way(*((rows, size) for size in padded)),
-            "budget": Way(*((ByTokens(each, NO_LENGTHS, 0, 0), each.tokens) for each in budgets)),
+            "budget": Way(*((ByTokens.of_own_rows(each, 0, 0), each.tokens) for each in budgets)),
             "single": Way((rows, 1), (rows, 1)),
         }
 

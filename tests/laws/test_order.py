@@ -13,7 +13,6 @@ from torchtune_adaptive.core.rows.loader import Loader
 from torchtune_adaptive.core.rows.micro_batches import ByRows, ByTokens
 from torchtune_adaptive.core.rows.order import SampleOrder
 from torchtune_adaptive.core.sizes.packing import Budget
-from torchtune_adaptive.core.step.generator_bytes import pack_generators
 from torchtune_adaptive.core.step.snapshot import Generators
 
 ROWS, RANKS = 10_000_000, 4096
@@ -91,7 +90,7 @@ def test_lengths_in_a_file_stay_there(tmp_path: Any) -> None:
 
 
 def test_random_states_of_all_ranks_are_ten_kilobytes_each_in_a_checkpoint() -> None:
-    mine = pack_generators(Generators(torch.device("cpu")).state_dict())
+    mine = Generators(torch.device("cpu")).as_bytes()
     everyones = Alone(RANKS).gather_tensor(mine)
     assert everyones is not None and everyones.dtype == torch.uint8
     assert everyones.shape == (RANKS, len(mine)) and len(mine) < 10_300

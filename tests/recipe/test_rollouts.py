@@ -12,7 +12,7 @@ from torchtune.models.llama2 import llama2_tokenizer
 from tests.helpers.configs import config
 from tests.helpers.rollout_loops import of, rollouts
 from torchtune_adaptive.common.errors import ConfigError
-from torchtune_adaptive.core.rows.micro_batches import NO_LENGTHS, ByTokens
+from torchtune_adaptive.core.rows.micro_batches import ByTokens
 from torchtune_adaptive.core.sizes.packing import Budget
 from torchtune_adaptive.recipe import rewards, tiny
 from torchtune_adaptive.recipe.components import check_components
@@ -257,7 +257,7 @@ def test_a_rollout_is_left_when_it_has_been_trained_on() -> None:
 
 
 def test_mini_batches_in_tokens_have_as_many_rows_on_each_rank() -> None:
-    budget = ByTokens(Budget.of_tokens(16, 8), NO_LENGTHS, 0, 0)
+    budget = ByTokens.of_own_rows(Budget.of_tokens(16, 8), 0, 0)
     ranks = [rollouts(rank, 2, 3, mini_batch=3, micro_batches=budget) for rank in (0, 1)]
     rows = [each._prompts(0, 0) for each in ranks]
     for number, row in enumerate([*rows[0], *rows[1]]):

@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.ranks.watchdog import Watchdog
     from torchtune_adaptive.core.rows.loader import Loader
     from torchtune_adaptive.core.rows.micro_batches import (
-        NO_LENGTHS,
         ByRows,
         ByTokens,
         MicroBatch,
         MicroBatches,
     )
-    from torchtune_adaptive.core.rows.order import SampleOrder, Samples
+    from torchtune_adaptive.core.rows.order import SampleOrder
     from torchtune_adaptive.core.search import strategies
     from torchtune_adaptive.core.search.probe import Probe
     from torchtune_adaptive.core.search.trial import SizeTrial
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.sizes.split import Epochs, Rounding, Split, candidates
     from torchtune_adaptive.core.step import knobs, recompute
     from torchtune_adaptive.core.step.exchange import StepDone
-    from torchtune_adaptive.core.step.generator_bytes import pack_generators, unpack_generators
     from torchtune_adaptive.core.step.knobs import Choice, Switches
     from torchtune_adaptive.core.step.objective import (
         Batch,

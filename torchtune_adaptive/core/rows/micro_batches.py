@@ -16,8 +16,6 @@ from torchtune_adaptive.core.sizes.packing import Budget, pack
 from torchtune_adaptive.core.sizes.split import Rounding, Split, candidates
 
 Lengths: TypeAlias = npt.NDArray[np.integer[Any]]
-NO_LENGTHS: Lengths = np.zeros(0, dtype=np.int32)
-"""Those of samples where each rank has rows of its own."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +139,11 @@ class ByTokens(MicroBatches):
     buckets: Sequence[int] = ()
     """Lengths that batches are padded to, ascending, so that a compiled model sees few shapes; without any,
     batches are as long as their longest row."""
+
+    @classmethod
+    def of_own_rows(cls, budget: Budget, padding_id: int, ignored: int) -> ByTokens:
+        """Micro-batches of rows that each rank has alone: their lengths are told when they are divided."""
+        return cls(budget, np.zeros(0, dtype=np.int32), padding_id, ignored)
 
     def full_size(self, split: Split) -> int:
         return self.budget.tokens

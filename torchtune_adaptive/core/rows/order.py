@@ -69,10 +69,10 @@ class SampleOrder:
         """The samples of an epoch that a rank uses, of those after the first ``used``."""
         places = range(used + rank, self.per_epoch, ranks)
         if not self.shuffle:
-            return _Found(places, self.samples)
+            return _Computed(places, self.samples)
         if self.streaming:
             permutation = Permutation(self.samples, self.seed, epoch)
-            return _Found(places, self.samples, permutation)
+            return _Computed(places, self.samples, permutation)
         order = self._shuffled(epoch)
         mine = order[places.start :: ranks]
         if len(mine) == len(places) == len(order):
@@ -91,7 +91,7 @@ class SampleOrder:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Computed:
     """Samples that are found when they are asked for: those at some places of the dataset, or of a
     permutation of it."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchtune_adaptive.common import CheckpointError
-from torchtune_adaptive.core import Split, knobs, pack_generators
+from torchtune_adaptive.core import Generators, Split, knobs
 
 VERSION = 2
 _FORMER_KEYS = {"adaptive_batching.checkpoint": knobs.CHECKPOINT}
@@ -140,7 +140,7 @@ class TrainingState:
 def _generators(saved: Any, version: int) -> torch.Tensor:
     """The generators of each rank, which version 1 wrote as dictionaries."""
     if version < 2:
-        return torch.stack([pack_generators(each) for each in saved])
+        return torch.stack([Generators.bytes_of(each) for each in saved])
     if not isinstance(saved, torch.Tensor) or (saved.dtype, saved.dim()) != (torch.uint8, 2):
         raise TypeError("generators: no rows of bytes")
     return saved

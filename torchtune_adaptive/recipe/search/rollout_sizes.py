@@ -15,7 +15,6 @@ from typing import Any
 
 from torchtune_adaptive.common import ConfigError, NothingFits
 from torchtune_adaptive.core import (
-    NO_LENGTHS,
     Budget,
     ByRows,
     ByTokens,
@@ -77,7 +76,7 @@ def decide_sizes(
     def divided(size: int | Budget) -> MicroBatches:
         if isinstance(size, Budget):
             ignored = prober.step.objective.ignored
-            return ByTokens(size, NO_LENGTHS, phases.generator.padding_id, ignored)
+            return ByTokens.of_own_rows(size, phases.generator.padding_id, ignored)
         return ByRows(settings.rounding)
 
     training, scoring = divided(sizes[TRAINING]), divided(sizes[SCORING])

@@ -119,7 +119,7 @@ class _Bound:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Largest:
     """The largest parts of all rows that were looked at, and the rows that have them."""
 
     size: RowSize
@@ -157,17 +157,17 @@ def _enough(bound: _Bound, probe_length: int | None) -> int | None:
     return 0 if none_is_longer else probe_length + 1
 
 
-def _known(lengths: RowLengths, sample: str) -> _Found | None:
+def _known(lengths: RowLengths, sample: str) -> _Largest | None:
     known = lengths.known()
     if known is None:
         return None
     at = int(known.argmax())
-    return _Found(RowSize(int(known[at])), at, 0, len(known), len(known), sample)
+    return _Largest(RowSize(int(known[at])), at, 0, len(known), len(known), sample)
 
 
 def _scan(
     data: Data, ranks: Ranks, enough: int | None, bound: _Bound, lengths: RowLengths
-) -> _Found:
+) -> _Largest:
     """Look at all rows, or at an even sample where there are too many.
 
     A row of the length ``enough`` makes looking at more text unnecessary. ``lengths`` keeps what was found.
@@ -188,7 +188,7 @@ def _scan(
     (tokens, at), (tiles, tiled_at) = max(s[0] for s in seen), max(s[1] for s in seen)
     size = RowSize(tokens, max(s[2] for s in seen), tiles)
     scanned = sum(s[3] for s in seen)
-    found = _Found(size, -at, -tiled_at, scanned, len(dataset), data.rows.sample)
+    found = _Largest(size, -at, -tiled_at, scanned, len(dataset), data.rows.sample)
     if found.complete and not size.images:
         shuffled = lengths.of_all((size.tokens for size in sizes), len(dataset))
         in_order = None

@@ -20,8 +20,6 @@ from torchtune_adaptive.core import (
     StepDone,
     StepRunner,
     Watchdog,
-    pack_generators,
-    unpack_generators,
 )
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.checkpoints.training_state import NO_GENERATORS, TrainingState
@@ -279,7 +277,7 @@ class TrainingLoop:
     def _state(self, used: int) -> TrainingState:
         ranks, device = self.runner.step.ranks, self.runner.step.device
         adaptation, dealt_to = self.adaptation, self.loader.order.ranks
-        generators = ranks.gather_tensor(pack_generators(Generators(device).state_dict()))
+        generators = ranks.gather_tensor(Generators(device).as_bytes())
         return TrainingState(
             global_step=self.global_step,
             samples=self.samples,
@@ -308,7 +306,7 @@ class TrainingLoop:
         ranks, device = self.runner.step.ranks, self.runner.step.device
         generators = saved.generators
         if len(generators) == ranks.size:
-            Generators(device).load_state_dict(unpack_generators(generators[ranks.rank]))
+            Generators(device).load_bytes(generators[ranks.rank])
         elif ranks.is_zero:
             log.warning(
                 f"The checkpoint was written by {counted(len(generators), 'rank')}, this run has "

@@ -24,7 +24,6 @@ from torchtune_adaptive.core import (
     MicroBatches,
     Phase,
     SampleOrder,
-    Samples,
     TrainStep,
     Watchdog,
 )
@@ -71,7 +70,7 @@ class Rollouts:
     _adjusted: list[tuple[str, str, int, int]] = field(init=False, default_factory=list)
     _lengths: list[list[int]] = field(init=False, default_factory=list)
     """The lengths of each rank's rows."""
-    _samples: tuple[int, Samples] | None = field(init=False, default=None)
+    _samples: tuple[int, Any] | None = field(init=False, default=None)
     """An epoch, and this rank's samples of it."""
 
     def __post_init__(self) -> None:
