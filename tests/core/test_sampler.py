@@ -10,7 +10,7 @@ import torch
 
 from torchtune_adaptive.core.rows.loader import EpochRows, Loader
 from torchtune_adaptive.core.rows.micro_batches import ByRows
-from torchtune_adaptive.core.rows.order import SampleOrder
+from torchtune_adaptive.core.rows.order import SampleOrder, _dtype_of
 
 
 @pytest.mark.parametrize("samples", [1, 2, 7, 64, 103])
@@ -25,6 +25,66 @@ def test_the_order_is_torchtunes(samples: int, ranks: int, shuffle: bool) -> Non
             sampler.set_epoch(epoch)
             assert order.share(epoch, rank, ranks).tolist() == list(sampler)
         assert order.rows_per_rank == len(sampler)
+
+
+def as_a_list(order: SampleOrder, epoch: int) -> list[int]:
+    """The samples of an epoch, made in the plainest way."""
+    samples = [*range(order.samples)]
+    if order.shuffle:
+        generator = torch.Generator().manual_seed(order.seed + epoch)
+        samples = torch.randperm(order.samples, generator=generator).tolist()
+    while missing := order.per_epoch - len(samples):
+        samples += samples[:missing]
+    return samples
+
+
+@pytest.mark.parametrize("samples", [1, 2, 7, 24, 103, 5000])
+@pytest.mark.parametrize("began_with", [1, 2, 3, 16])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_any_rank_of_any_number_knows_its_samples_after_any_place(
+    samples: int, began_with: int, shuffle: bool
+) -> None:
+    order = SampleOrder(samples, began_with, shuffle, seed=5)
+    expected = as_a_list(order, 3)
+    assert order.epoch(3).tolist() == expected
+    for ranks in (1, 2, 3, 5, 40):
+        for used in {0, 1, samples // 3, samples - 1, samples, order.per_epoch}:
+            for rank in {0, 1 % ranks, ranks - 1}:
+                mine = order.share(3, rank, ranks, used)
+                assert mine.tolist() == expected[used + rank :: ranks]
+                assert len(mine) == len(expected[used + rank :: ranks])
+                assert mine[1:3].tolist() == expected[used + rank :: ranks][1:3]
+
+
+def test_a_streamed_order_has_each_sample_once_and_repeats_the_first_ones() -> None:
+    order = SampleOrder(103, 4, shuffle=True, seed=1, streaming=True)
+    whole = order.epoch(2).tolist()
+    assert sorted(whole[:103]) == [*range(103)] and whole[103:] == whole[:1]
+    assert whole != SampleOrder(103, 4, shuffle=True, seed=2, streaming=True).epoch(2).tolist()
+    assert whole != order.epoch(3).tolist()
+    for rank in range(3):
+        assert order.share(2, rank, 3, used=50).tolist() == whole[50 + rank :: 3]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_steps_after_a_place_that_the_ranks_do_not_divide(streaming: bool) -> None:
+    """As after a batch that has grown, on ranks that share the larger one only."""
+    dataset: Any = range(40)
+    order = SampleOrder(40, 4, shuffle=True, streaming=streaming)
+    expected = order.epoch(1).tolist()[20:38]
+    parts = [
+        take(
+            Loader(dataset, collate, order, rank, 3, ByRows("none")).epoch(1, used=20),
+            step=18,
+            micro_batch=2,
+        )
+        for rank in range(3)
+    ]
+    assert parts == [expected[rank::3] for rank in range(3)]
+
+
+def test_samples_of_more_than_two_thousand_million_have_larger_numbers() -> None:
+    assert _dtype_of(2**31 - 1) == torch.int32 and _dtype_of(2**31 + 1) == torch.int64
 
 
 def collate(rows: list[int]) -> dict[str, Any]:

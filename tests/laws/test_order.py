@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.rows.loader import Loader
@@ -14,6 +15,7 @@ from torchtune_adaptive.core.rows.micro_batches import ByRows, ByTokens
 from torchtune_adaptive.core.rows.order import SampleOrder
 from torchtune_adaptive.core.sizes.packing import Budget
 from torchtune_adaptive.core.step.snapshot import Generators
+from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 
 ROWS, RANKS = 10_000_000, 4096
 
@@ -87,6 +89,24 @@ def test_lengths_in_a_file_stay_there(tmp_path: Any) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100_000 and isinstance(micro_batches.row_lengths, np.memmap)
+
+
+def test_lengths_are_sent_in_four_bytes_each_and_only_to_rank_zero() -> None:
+    sent: list[torch.Tensor] = []
+
+    class Watched(Alone):
+        def gather(self, value: Any) -> list[Any]:
+            raise AssertionError("a list of numbers on every rank")
+
+        def gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor | None:
+            sent.append(tensor)
+            return super().gather_tensor(tensor) if self.rank == 0 else None
+
+    rows, ranks = 100_003, Watched(64)
+    dataset = [{"tokens": [0] * 3}] * rows
+    lengths = RowLengths(dataset, OmegaConf.create(), ranks, cache=False).all(say_progress=False)
+    assert (len(lengths), lengths.dtype) == (rows, np.int32)
+    assert [each.nbytes for each in sent] == [4 * (rows // 64 + 1)]
 
 
 def test_random_states_of_all_ranks_are_ten_kilobytes_each_in_a_checkpoint() -> None:

@@ -90,6 +90,10 @@ class SampleOrder:
         return torch.randperm(self.samples, generator=generator, dtype=dtype).numpy()
 
 
+def _dtype_of(samples: int) -> torch.dtype:
+    return torch.int32 if samples <= torch.iinfo(torch.int32).max else torch.int64
+
+
 @dataclass(frozen=True)
 class _Computed:
     """Samples that are found when they are asked for: those at some places of the dataset, or of a
