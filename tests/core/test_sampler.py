@@ -91,9 +91,11 @@ def collate(rows: list[int]) -> dict[str, Any]:
     return {"tokens": torch.tensor(rows).unsqueeze(1)}
 
 
-def loader(samples: int = 20, rank: int = 0, ranks: int = 1, workers: int = 0) -> Loader:
+def loader(
+    samples: int = 20, rank: int = 0, ranks: int = 1, workers: int = 0, streaming: bool = False
+) -> Loader:
     dataset: Any = [index * 10 for index in range(samples)]
-    order = SampleOrder(samples, ranks, shuffle=True)
+    order = SampleOrder(samples, ranks, shuffle=True, streaming=streaming)
     return Loader(dataset, collate, order, rank, ranks, ByRows("none"), workers)
 
 
@@ -162,10 +164,11 @@ def test_a_step_can_be_taken_again_in_the_same_portions() -> None:
     assert lost == samples_of(rows, step=6, micro_batch=2)
 
 
-def test_workers_bring_the_same_rows_also_where_sizes_change() -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_workers_bring_the_same_rows_also_where_sizes_change(streaming: bool) -> None:
     taken = []
     for workers in (0, 2):
-        rows = loader(workers=workers).epoch(0)
+        rows = loader(workers=workers, streaming=streaming).epoch(0)
         taken.append([take(rows, step=s, micro_batch=m) for s, m in [(4, 4), (4, 2), (12, 6)]])
     assert taken[0] == taken[1]
 
