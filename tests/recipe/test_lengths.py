@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 from tests.helpers.ranks import Alone, run_ranks
 from torchtune_adaptive.common.cache import Cache
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.recipe.data.row_lengths import RowLengths, longest_known
+from torchtune_adaptive.recipe.data.length_files import longest_known
+from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 
 
 class Rows(list[dict[str, list[int]]]):

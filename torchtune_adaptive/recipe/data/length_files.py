@@ -1,4 +1,7 @@
-"""Row lengths in the cache: arrays in files that all ranks of a machine map, so that none holds them."""
+"""Row lengths in the cache: arrays in files that all ranks of a machine map, so that none holds them.
+
+Without torch: a plan asks for the longest row.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import Cache, atomically, cache_folder
 
@@ -113,6 +117,22 @@ class LengthFiles:
     @staticmethod
     def _name(facts: Mapping[str, Any], checksum: int) -> str:
         return str(Path(Cache.file_name(facts)).with_suffix(f".{checksum:08x}.npy"))
+
+
+def longest_known(cfg: DictConfig, cache: bool | str) -> int | None:
+    """The longest row of the config's dataset with its tokenizer, if an earlier run has cached it."""
+    facts = facts_of_config(cfg)
+    found = [
+        longest for known, longest in LengthFiles(cache).longest() if facts.items() <= known.items()
+    ]
+    return max(filter(None, found), default=None)
+
+
+def facts_of_config(cfg: DictConfig) -> dict[str, Any]:
+    """What a config says about the number of tokens of each row."""
+    # The whole config: a part of it, put elsewhere, could not look up what it refers to (``${assets}``).
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    return {block: config.get(block) for block in ("dataset", "tokenizer")}
 
 
 def _is_description(value: Any) -> bool:

@@ -7,10 +7,15 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from torchtune_adaptive.common import counted, launcher
-from torchtune_adaptive.recipe.data.length_files import LengthFile, LengthFiles, Lengths
+from torchtune_adaptive.recipe.data.length_files import (
+    LengthFile,
+    LengthFiles,
+    Lengths,
+    facts_of_config,
+)
 from torchtune_adaptive.recipe.private import fingerprint
 
 if TYPE_CHECKING:
@@ -111,24 +116,9 @@ class RowLengths:
         return sent.numpy() if mine is None else mine
 
 
-def longest_known(cfg: DictConfig, cache: bool | str) -> int | None:
-    """The longest row of the config's dataset with its tokenizer, if an earlier run has cached it."""
-    facts = _facts_of_config(cfg)
-    found = [
-        longest for known, longest in LengthFiles(cache).longest() if facts.items() <= known.items()
-    ]
-    return max(filter(None, found), default=None)
-
-
 def _facts(dataset: Any, cfg: DictConfig) -> dict[str, Any]:
     """What decides how many tokens each row has."""
-    return {**_facts_of_config(cfg), "fingerprint": fingerprint(dataset), "rows": len(dataset)}
-
-
-def _facts_of_config(cfg: DictConfig) -> dict[str, Any]:
-    # The whole config: a part of it, put elsewhere, could not look up what it refers to (``${assets}``).
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
-    return {block: config.get(block) for block in ("dataset", "tokenizer")}
+    return {**facts_of_config(cfg), "fingerprint": fingerprint(dataset), "rows": len(dataset)}
 
 
 def _stale(lengths: Lengths, dataset: Any, length: Callable[[Any], int]) -> str | None:
