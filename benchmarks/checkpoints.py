@@ -124,8 +124,8 @@ def main() -> None:
                     seen[way].append(first)
                 print(f"round {round_ + 1}: {way}", file=sys.stderr)
     print(
-        f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; {weights:,} bytes of weights "
-        f"in fp32 and AdamW, {asked.ranks} ranks, {asked.rounds} rounds of {SAVES} saves\n"
+        f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; {weights:,} bytes "
+        f"of weights in fp32, AdamW, {asked.ranks} ranks, {asked.rounds} rounds of {SAVES} saves\n"
     )
     print(f"{'':20}{'still, s':>10}{'quartiles':>14}{'rank 0, MB':>12}")
     for way, rounds in seen.items():

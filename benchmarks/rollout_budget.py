@@ -128,7 +128,7 @@ class Bench:
         rows = ByRows("none")
         return {
             "padded": Way(*((rows, size) for size in padded)),
-            "budget": Way(*((ByTokens(each, (), 0, 0), each.tokens) for each in budgets)),
+            "budget": Way(*((ByTokens.of_own_rows(each, 0, 0), each.tokens) for each in budgets)),
             "single": Way((rows, 1), (rows, 1)),
         }
 

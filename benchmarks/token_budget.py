@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from gpu_facts import tell
@@ -222,7 +223,7 @@ def budget(bench: Bench, order: list[int]) -> Batches:
             ROWS_IN_STEP,
         )
     assert found is not None
-    packer = ByTokens(found, lengths, padding_id=0, ignored=-100)
+    packer = ByTokens(found, np.array(lengths), padding_id=0, ignored=-100)
     for step in in_steps(order):
         portions = packer.portions(step, packer.budget.tokens, rank=0, ranks=1)
         yield [padded([bench.rows[i] for i in portion.sample_ids]) for portion in portions]

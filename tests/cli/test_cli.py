@@ -111,8 +111,9 @@ def test_the_cache_is_shown_and_cleared(
     for kind in ("traces", "tiny_1"):
         (base / kind).mkdir(parents=True)
         (base / kind / "some.json").write_text(2048 * " ")
+    (base / "traces" / "array.npy").write_text(3072 * " ")
     _run(["tune-adaptive", "cache", "show"])
-    assert ["traces", "1", "2", "KiB"] in map(str.split, capsys.readouterr().out.splitlines())
+    assert ["traces", "2", "5", "KiB"] in map(str.split, capsys.readouterr().out.splitlines())
     _run(["tune-adaptive", "cache", "clear"])
     assert "Removed" in capsys.readouterr().out
     assert not any(cached_files(base).values())

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.helpers.library import Trained, collate, rows_of
@@ -79,6 +80,34 @@ def test_ranks_hear_of_the_ends_in_one_collective_or_along_a_tree(one_collective
     said = run_ranks(numbers_of_ranks, 3, one_collective)
     everyones = [(-7, 13), True, False, (-7, 13), (-7, 13), [-7, 3, 13], (-13, 7), -7, (-7, 13)]
     assert said == [[*everyones, part] for part in ((-7, -7), (3, 13), (3, 13))]
+
+
+def tensors_of_ranks() -> tuple[object, ...]:
+    """What a rank has of everyone's tensor, and of rank 0's; also among some of the ranks, and alone."""
+    ranks = agreement.Ranks()
+    mine = torch.arange(3, dtype=torch.uint8) + 10 * ranks.rank
+    end = ranks.begin_spread(ranks.rank)  # which they wait for first
+    gathered = ranks.gather_tensor(mine)
+    filled = torch.full((2, 2), ranks.rank, dtype=torch.int32)
+    ranks.fill_from_rank_zero(filled)
+    part = ranks.alike(ranks.rank > 0)
+    of_part = part.gather_tensor(mine)
+    alone = agreement.SomeRanks().gather_tensor(mine)
+    assert alone is not None and torch.equal(alone[0], mine)
+    ranks.close()
+    lists = (None if each is None else each.tolist() for each in (gathered, of_part))
+    return end(), *lists, filled.tolist()
+
+
+@pytest.mark.ranks
+def test_tensors_of_all_ranks_come_to_rank_zero_only() -> None:
+    zeros = [[0, 0], [0, 0]]
+    of_ranks = [[number, number + 1, number + 2] for number in (0, 10, 20)]
+    assert run_ranks(tensors_of_ranks, 3) == [
+        ((0, 2), of_ranks, of_ranks[:1], zeros),
+        ((0, 2), None, of_ranks[1:], zeros),
+        ((0, 2), None, None, zeros),
+    ]
 
 
 def takes_a_step_after_another_has_begun_one(way: str) -> list[str]:

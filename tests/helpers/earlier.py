@@ -6,12 +6,25 @@ from typing import Any
 
 import torch
 
+GENERATORS: dict[str, Any] = {
+    "python": [3, [7] * 624 + [624], None],
+    "numpy": {
+        "bit_generator": "MT19937",
+        "state": {"key": [5] * 624, "pos": 3},
+        "has_gauss": 1,
+        "gauss": -0.25,
+    },
+    "torch": torch.get_rng_state(),
+    "accelerator": None,
+}
+"""The random number generators of a rank, as version 1 of the training state had them."""
+
 UNNUMBERED: dict[str, Any] = {
     "global_step": 6,
     "samples": 192,
     "samples_of_epoch": 64,
     "token_budget": None,
-    "generators": [{"torch": torch.get_rng_state()}, {"torch": torch.get_rng_state()}],
+    "generators": [GENERATORS, {**GENERATORS, "python": [3, [9] * 624 + [1], 0.5]}],
     "validated": 5,
     "growth": {
         "start": [16, 1, 2],

@@ -20,7 +20,7 @@ from tests.helpers.accelerator import Card, CardMemory
 from tests.helpers.knobs import Training, config_of
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
-from torchtune_adaptive.core.rows.loader import SampleOrder
+from torchtune_adaptive.core.rows.order import SampleOrder
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths

@@ -19,8 +19,9 @@ from tests.helpers.models import switches_of, tiny_llama, train_step
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
-from torchtune_adaptive.core.rows.loader import EpochRows, Loader, SampleOrder
+from torchtune_adaptive.core.rows.loader import EpochRows, Loader
 from torchtune_adaptive.core.rows.micro_batches import ByRows
+from torchtune_adaptive.core.rows.order import SampleOrder
 from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.sizes.split import Epochs, Split
 from torchtune_adaptive.core.step.knobs import Switches
@@ -180,7 +181,7 @@ class _Watched(Loader):
         self._trained = trained
 
     def epoch(self, epoch: int, used: int = 0) -> EpochRows:
-        return _WatchedRows(self._trained, self, super().epoch(epoch)._sample_ids, used)
+        return _WatchedRows(self._trained, self, epoch, used)
 
 
 class _WatchedRows(EpochRows):

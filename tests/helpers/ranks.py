@@ -30,6 +30,8 @@ from torchtune_adaptive.core.ranks.agreement import Ranks
 class Alone(Ranks):
     """One rank, or some that always agree, without a process group."""
 
+    _group = None
+
     def __init__(self, size: int = 1) -> None:
         self.rank, self.size = 0, size
 

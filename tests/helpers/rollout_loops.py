@@ -9,8 +9,8 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.core.rows.loader import SampleOrder
 from torchtune_adaptive.core.rows.micro_batches import ByRows, MicroBatches
+from torchtune_adaptive.core.rows.order import SampleOrder
 from torchtune_adaptive.recipe.rewards import Rewards
 from torchtune_adaptive.recipe.rollout.generate import Response
 from torchtune_adaptive.recipe.rollout.judging import ByFunctions

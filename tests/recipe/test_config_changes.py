@@ -32,6 +32,10 @@ KEPT: dict[str, tuple[dict[str, Any], str]] = {
         "optimizer.betas [0.9, 0.95] -> unset (the checkpoint's)",
     ),
     "shuffle": ({"shuffle": False}, "shuffle False -> True (the checkpoint's)"),
+    "way to shuffle": (
+        {"adaptive_batching.shuffle": "streaming"},
+        "adaptive_batching.shuffle streaming -> unset (the checkpoint's)",
+    ),
 }
 USED: dict[str, tuple[dict[str, Any], str]] = {
     "batch size": ({"batch_size": 8}, "batch_size 4 -> 8 (the config's)"),

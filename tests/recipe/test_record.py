@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -90,7 +91,7 @@ def budget_report(used: bool = True) -> BudgetReport:
     budget = Budget(((128, 40), (256, 20), (512, 8)))
     trials = [LengthTrial(512, trial) for trial in report().result.trials]
     speeds = Throughput(0.4, 1666.0), Throughput(0.1, 1427.0)
-    by_tokens = ByTokens(budget, [1], 0, -100)
+    by_tokens = ByTokens(budget, np.array([1]), 0, -100)
     return BudgetReport(by_tokens, trials, *speeds, used, split=Split(16, 1, 2))
 
 

@@ -257,7 +257,7 @@ def test_a_rollout_is_left_when_it_has_been_trained_on() -> None:
 
 
 def test_mini_batches_in_tokens_have_as_many_rows_on_each_rank() -> None:
-    budget = ByTokens(Budget.of_tokens(16, 8), (), 0, 0)
+    budget = ByTokens.of_own_rows(Budget.of_tokens(16, 8), 0, 0)
     ranks = [rollouts(rank, 2, 3, mini_batch=3, micro_batches=budget) for rank in (0, 1)]
     rows = [each._prompts(0, 0) for each in ranks]
     for number, row in enumerate([*rows[0], *rows[1]]):

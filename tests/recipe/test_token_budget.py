@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torchtune.data import padded_collate_sft
@@ -30,7 +31,7 @@ def test_a_compiled_model_sees_few_lengths_and_nothing_is_over_budget() -> None:
     lengths = [numbers.randint(5, 1000) for _ in range(400)]
     budget = Budget.of_tokens(4000, 1000)
     buckets = length_buckets(1000, min(lengths))
-    packer = ByTokens(budget, lengths, PADDING, IGNORED, buckets)
+    packer = ByTokens(budget, np.array(lengths), PADDING, IGNORED, buckets)
     seen = set()
     for start in range(0, 400, 40):
         step = list(range(start, start + 40))
@@ -54,7 +55,7 @@ def test_a_compiled_model_sees_few_lengths_and_nothing_is_over_budget() -> None:
 
 
 def test_a_rank_without_rows_runs_one_that_weighs_nothing() -> None:
-    packer = ByTokens(Budget.of_tokens(100, 50), [50, 20], PADDING, IGNORED)
+    packer = ByTokens(Budget.of_tokens(100, 50), np.array([50, 20]), PADDING, IGNORED)
     portions = [packer.portions([0, 1], packer.budget.tokens, rank, 3) for rank in range(3)]
     assert [len(each) for each in portions] == [1, 1, 1]
     ((empty,),) = [each for each in portions if each[0].weightless]

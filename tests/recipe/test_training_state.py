@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.earlier import UNNUMBERED
 from torchtune_adaptive.common.errors import CheckpointError
 from torchtune_adaptive.core.sizes.recovery import Recovery
+from torchtune_adaptive.core.step.generator_bytes import unpack_generators
 from torchtune_adaptive.recipe.checkpoints.progress import TRAINING_KEY, Progress
 from torchtune_adaptive.recipe.checkpoints.training_state import VERSION, TrainingState
 
@@ -21,8 +23,14 @@ def test_a_state_without_a_version_is_read_whole_and_written_with_one() -> None:
         "adaptive_batching.activation_checkpointing": "none",
         "fsdp_reshard_after_forward": True,
     }
-    assert state.write() == {**UNNUMBERED, "version": VERSION, "knobs": knobs}
-    assert TrainingState.read(state.write()) == state
+    written = state.write()
+    generators = [unpack_generators(each) for each in written["generators"]]
+    for found, expected in zip(generators, UNNUMBERED["generators"], strict=True):
+        assert torch.equal(found.pop("torch"), expected["torch"])
+        assert found.items() <= expected.items() and len(found) == 3
+    rest = {**written, "generators": UNNUMBERED["generators"]}
+    assert rest == {**UNNUMBERED, "version": VERSION, "knobs": knobs}
+    assert TrainingState.read(written) == state
 
 
 def test_the_first_release_had_fewer_values() -> None:
@@ -62,6 +70,9 @@ def test_a_damaged_state_says_what_is_wrong(key: str) -> None:
         {**UNNUMBERED, "recovery": {"size": 1}},
         {**UNNUMBERED, "version": "new"},
         {**UNNUMBERED, "unheard_of": 1},
+        {**UNNUMBERED, "generators": [{"torch": torch.get_rng_state()}]},
+        {**UNNUMBERED, "version": 2},
+        {**UNNUMBERED, "version": 2, "generators": torch.zeros(3)},
     ],
 )
 def test_so_does_one_that_is_something_else(damaged: Any) -> None:

@@ -22,7 +22,7 @@ from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
 from tests.helpers.torchvision import use_torchvision
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
-from torchtune_adaptive.core.rows.loader import SampleOrder
+from torchtune_adaptive.core.rows.order import SampleOrder
 from torchtune_adaptive.core.step.knobs import OFFLOADING
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.recipe.data.dataset import Data, data_of, load_rows

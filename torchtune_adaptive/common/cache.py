@@ -38,8 +38,11 @@ def user_cache() -> Path | None:
 
 
 def cached_files(base: Path) -> dict[Kind, list[Path]]:
-    """The files of each kind in a cache folder."""
-    return {kind: sorted((base / kind).glob("*.json")) for kind in get_args(Kind)}
+    """The files of each kind in a cache folder: values, and arrays that are kept beside them."""
+    return {
+        kind: sorted(path for path in (base / kind).glob("*") if path.suffix in (".json", ".npy"))
+        for kind in get_args(Kind)
+    }
 
 
 def cache_folder(setting: bool | str, kind: Kind) -> Path | None:
@@ -92,7 +95,7 @@ class Cache(Generic[V]):
         """The value under exactly these facts."""
         if self.folder is None:
             return None
-        path = self.folder / _file_name(facts)
+        path = self.folder / self.file_name(facts)
         entry = self._read(path)
         if entry is not None and entry[0] != _plain(facts):
             log.warning(f"Ignoring cached {self.what} in {path}: it belongs to a different run.")
@@ -104,7 +107,7 @@ class Cache(Generic[V]):
         try:
             paths = sorted(self.folder.glob("*.json")) if self.folder else []
         except OSError as error:
-            self._give_up(error)
+            self.give_up(error)
             return []
         return [entry for path in paths if (entry := self._read(path))]
 
@@ -119,7 +122,7 @@ class Cache(Generic[V]):
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError as error:
-            self._give_up(error)
+            self.give_up(error)
             return None
         except (
             OSError,
@@ -141,11 +144,17 @@ class Cache(Generic[V]):
         entry = {"facts": _plain(facts), "value": _plain(value)}
         entry["checksum"] = _checksum(**entry)
         try:
-            with atomically(self.folder / _file_name(facts)) as temporary:
+            with atomically(self.folder / self.file_name(facts)) as temporary:
                 temporary.write_text(json.dumps(entry))
             self._prune(self.folder)
         except OSError as error:
-            self._give_up(error)
+            self.give_up(error)
+
+    @staticmethod
+    def file_name(facts: Mapping[str, Any]) -> str:
+        """The name of the file of a value."""
+        text = json.dumps(_plain(facts), sort_keys=True)
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
     def _prune(self, folder: Path) -> None:
         if self.most is not None:
@@ -153,14 +162,10 @@ class Cache(Generic[V]):
             for path in newest_first[self.most :]:
                 path.unlink(missing_ok=True)
 
-    def _give_up(self, error: OSError) -> None:
+    def give_up(self, error: OSError) -> None:
+        """Say, once for each folder, that nothing can be kept in it."""
         assert self.folder is not None
         _warn_once(str(self.folder.parent), error.strerror or str(error))
-
-
-def _file_name(facts: Mapping[str, Any]) -> str:
-    text = json.dumps(_plain(facts), sort_keys=True)
-    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def _checksum(facts: Any, value: Any) -> str:

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.ranks.agreement import Ranks
     from torchtune_adaptive.core.ranks.store import open_store_of_restart
     from torchtune_adaptive.core.ranks.watchdog import Watchdog
-    from torchtune_adaptive.core.rows.loader import Loader, SampleOrder
+    from torchtune_adaptive.core.rows.loader import Loader
     from torchtune_adaptive.core.rows.micro_batches import (
         ByRows,
         ByTokens,
         MicroBatch,
         MicroBatches,
     )
+    from torchtune_adaptive.core.rows.order import SampleOrder
     from torchtune_adaptive.core.search import strategies
     from torchtune_adaptive.core.search.probe import Probe
     from torchtune_adaptive.core.search.trial import SizeTrial

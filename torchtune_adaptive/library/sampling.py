@@ -57,6 +57,6 @@ def steps_of(
             f"rows: {rows} in a step on each rank, and the data has {order.rows_per_rank}. Lower it (the "
             "ceiling of find_batch_size bounds what is found), or use more data."
         )
-    mine = order.epoch(epoch)[rank::ranks]
+    mine = order.share(epoch, rank, ranks)
     starts = range(start, len(mine) - rows + 1, rows)
-    return ([data[index] for index in mine[first : first + rows]] for first in starts)
+    return ([data[index] for index in mine[first : first + rows].tolist()] for first in starts)

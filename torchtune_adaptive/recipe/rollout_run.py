@@ -60,7 +60,7 @@ class RolloutRun(Run):
         self._require_same_rollouts(sizes)
         self.watchdog.enter("looking up the lengths of all prompts", patience=None)
         lengths = self._lengths(data, asked)
-        longest = max(lengths.all(say_progress=ranks.is_zero))
+        longest = int(lengths.all(say_progress=ranks.is_zero).max())
         self._phases = kind.phases(model.module, step, tokenizer, sizes, longest)
         return RowsToTry(data, order, asked.batch(ranks.size), lengths)
 

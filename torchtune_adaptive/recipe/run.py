@@ -272,7 +272,7 @@ class Run:
             self._say_change(changed)
         saved = self.progress.training
         ranks = saved.ranks_of_order if saved else model.data_ranks
-        return SampleOrder(len(dataset), ranks, self.progress.shuffle)
+        return self.progress.order_of(len(dataset), ranks)
 
     def _configured(self, ranks: int) -> Split:
         """The batch that the config asks for. A resumed run keeps its global batch on any number of ranks,

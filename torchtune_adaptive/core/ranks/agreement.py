@@ -205,6 +205,22 @@ class Ranks:
             torch.amax(everyones, 0, out=own)
         dist.broadcast(own, group=group, group_src=0)
 
+    def gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Every rank's tensor of one shape, stacked; on rank 0, and None on the others."""
+        if self._group is None:
+            return tensor.expand(self.size, *tensor.shape)
+        if self.rank > 0:
+            self._exchange(dist.gather, tensor, group_dst=0)
+            return None
+        found = tensor.new_empty(self.size, *tensor.shape)
+        self._exchange(dist.gather, tensor, [*found], group_dst=0)
+        return found
+
+    def fill_from_rank_zero(self, tensor: torch.Tensor) -> None:
+        """Make a tensor what it is on rank 0."""
+        if self._group is not None:
+            self._exchange(dist.broadcast, tensor, group_src=0)
+
     def from_rank_zero(self, value: T) -> T:
         """Rank 0's value, on every rank."""
         if self._group is None:

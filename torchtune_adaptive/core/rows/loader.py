@@ -1,9 +1,7 @@
-"""The order of samples, and the loader that brings them.
+"""The loader, which brings samples in their order.
 
-The order of an epoch's samples is a function of the epoch and nothing else. How many of them are taken
-at a time is decided where they are taken, so a micro-batch can change its size without losing or
-repeating a sample. The order is torchtune's own: that of its distributed sampler, which deals the samples
-out to the ranks one by one and repeats the first few if they do not divide.
+How many of them are taken at a time is decided where they are taken, so a micro-batch can change its size
+without losing or repeating a sample.
 """
 
 from __future__ import annotations
@@ -21,41 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torchtune_adaptive.core.private import end_workers
 from torchtune_adaptive.core.rows.micro_batches import MicroBatch, MicroBatches, Portion
-
-
-@dataclass(frozen=True)
-class SampleOrder:
-    """The order in which the samples of an epoch are used."""
-
-    samples: int
-    """The number of samples in the dataset."""
-    ranks: int
-    """The number of data-parallel ranks that the run began with, each of which gets as many. On others, a
-    resumed run keeps the order."""
-    shuffle: bool
-    """Whether the order is another one in each epoch, or always the dataset's."""
-    seed: int = 0
-
-    @property
-    def rows_per_rank(self) -> int:
-        """The number of samples of each rank in an epoch."""
-        return -(-self.samples // self.ranks)
-
-    @property
-    def per_epoch(self) -> int:
-        """The number of samples of all ranks in an epoch; those that are repeated count again."""
-        return self.rows_per_rank * self.ranks
-
-    def epoch(self, epoch: int) -> list[int]:
-        """The samples of an epoch, in order; rank ``r`` of ``n`` uses those at ``r``, ``r + n``, ..."""
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            order = torch.randperm(self.samples, generator=generator).tolist()
-        else:
-            order = list(range(self.samples))
-        while missing := self.per_epoch - len(order):
-            order += order[:missing]  # more than once only where there are fewer samples than ranks
-        return order
+from torchtune_adaptive.core.rows.order import SampleOrder
 
 
 @dataclass
@@ -75,7 +39,7 @@ class Loader:
 
     def epoch(self, epoch: int, used: int = 0) -> EpochRows:
         """This rank's samples of an epoch, of which all ranks together have used the first ``used``."""
-        return EpochRows(self, self.order.epoch(epoch), used)
+        return EpochRows(self, epoch, used)
 
     def state_dict(self) -> None:
         """Nothing: the order of samples is a function of the epoch."""
@@ -149,9 +113,14 @@ class EpochRows:
     are_over: ClassVar = False
     """Whether training ends here, although there may be more rows."""
 
-    def __init__(self, loader: Loader, sample_ids: list[int], used: int = 0) -> None:
+    def __init__(self, loader: Loader, epoch: int, used: int = 0) -> None:
         self._loader = loader
-        self._sample_ids = sample_ids  # of all ranks
+        # A rank that divides its own samples alone does it as if there were no others.
+        alone = not loader.micro_batches.needs_all_ranks
+        mine = (loader.rank, loader.ranks) if alone else (0, 1)
+        self._samples = loader.order.share(epoch, *mine, used)  # those that are left
+        self._begun, self._sharers = used, mine[1]
+        self._rank, self._ranks = (0, 1) if alone else (loader.rank, loader.ranks)
         self.used = used
         """Samples used so far, over all ranks."""
         self.loaded: list[MicroBatch] = []
@@ -186,8 +155,9 @@ class EpochRows:
 
     def _steps(self, used: int, samples: int, size: int) -> Iterator[list[Portion]]:
         """The portions of each full step; samples that do not fill one are left out."""
+        assert samples % self._sharers == 0, "ranks share a step equally"
         divide = self._loader.micro_batches.portions
-        while used + samples <= len(self._sample_ids):
-            step = self._sample_ids[used : used + samples]
-            yield divide(step, size, self._loader.rank, self._loader.ranks)
+        while used + samples <= self._loader.order.per_epoch:
+            first, last = ((at - self._begun) // self._sharers for at in (used, used + samples))
+            yield divide(self._samples[first:last].tolist(), size, self._rank, self._ranks)
             used += samples

@@ -5,13 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from torchtune_adaptive.core.sizes.packing import Budget, pack
 from torchtune_adaptive.core.sizes.split import Rounding, Split, candidates
+
+Lengths: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class MicroBatches(ABC):
 
     unit: ClassVar[str | None] = None
     """The thing that the size counts; None for samples, whatever a sample is."""
+    needs_all_ranks: ClassVar[bool] = False
+    """Whether a rank needs to know the samples of all ranks, in order to divide its own."""
 
     @abstractmethod
     def full_size(self, split: Split) -> int:
@@ -131,11 +137,12 @@ class ByTokens(MicroBatches):
     """Micro-batches of as many rows as a token budget allows at their length."""
 
     unit = "token"
+    needs_all_ranks = True
 
     budget: Budget
     """The budget of a micro-batch."""
-    row_lengths: Sequence[int]
-    """The length of every sample; not used where each rank has rows of its own."""
+    row_lengths: Lengths
+    """The length of every sample."""
     padding_id: int
     """The token that rows are padded with."""
     ignored: int
@@ -144,8 +151,10 @@ class ByTokens(MicroBatches):
     """Lengths that batches are padded to, ascending, so that a compiled model sees few shapes; without any,
     batches are as long as their longest row."""
 
-    def __post_init__(self) -> None:
-        self._lengths = [_rounded_up(self.buckets, length) for length in self.row_lengths]
+    @classmethod
+    def of_own_rows(cls, budget: Budget, padding_id: int, ignored: int) -> ByTokens:
+        """Micro-batches of rows that each rank has alone: their lengths are told when they are divided."""
+        return cls(budget, np.zeros(0, dtype=np.int32), padding_id, ignored)
 
     def full_size(self, split: Split) -> int:
         return self.budget.tokens
@@ -155,7 +164,8 @@ class ByTokens(MicroBatches):
 
     def portions(self, step: list[int], size: int, rank: int, ranks: int) -> list[Portion]:
         parts = self._packed(step, size, ranks)[rank]
-        shortest = min(step, key=self._lengths.__getitem__)
+        lengths = self._padded(step)
+        shortest = step[min(range(len(step)), key=lengths.__getitem__)]
         return [
             Portion([step[i] for i in part]) if part else Portion([shortest], weightless=True)
             for part in parts
@@ -166,7 +176,7 @@ class ByTokens(MicroBatches):
         return [[step[i] for i in part] for parts in packed for part in parts if part]
 
     def _packed(self, step: list[int], size: int, ranks: int) -> list[list[list[int]]]:
-        return pack([self._lengths[sample] for sample in step], self.budget.within(size), ranks)
+        return pack(self._padded(step), self.budget.within(size), ranks)
 
     def divide(
         self, lengths: Sequence[Sequence[int]], size: int, rank: int, done: int = 0
@@ -187,9 +197,14 @@ class ByTokens(MicroBatches):
 
     def metrics(self, step: Sequence[MicroBatch]) -> dict[str, float]:
         samples = [each.sample_ids for each in step if each.rows]
-        in_all = sum(len(some) * max(map(self._lengths.__getitem__, some)) for some in samples)
-        tokens = sum(self.row_lengths[sample] for some in samples for sample in some)
+        in_all = sum(len(some) * max(self._padded(some)) for some in samples)
+        tokens = sum(int(self.row_lengths[[*some]].sum()) for some in samples)
         return {"padding_share": 1 - tokens / in_all}
+
+    def _padded(self, samples: Sequence[int]) -> list[int]:
+        """The lengths that samples are padded to by themselves."""
+        lengths: list[int] = self.row_lengths[[*samples]].tolist()
+        return [_rounded_up(self.buckets, length) for length in lengths]
 
     def state(self) -> list[list[int]]:
         return [list(each) for each in self.budget.measured]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtune_adaptive.core.device.memory import plain_tensors
+from torchtune_adaptive.core.step.generator_bytes import pack_generators, unpack_generators
 
 
 class Snapshot:
@@ -141,6 +142,19 @@ class Generators:
         if self._accelerator is not None and state["accelerator"] is not None:
             self._accelerator = state["accelerator"]
         self.restore()
+
+    def as_bytes(self) -> torch.Tensor:
+        """The state as bytes: as many on each rank of a run."""
+        return pack_generators(self.state_dict())
+
+    def load_bytes(self, state: torch.Tensor) -> None:
+        """Set the generators to their state when ``as_bytes`` was called."""
+        self.load_state_dict(unpack_generators(state))
+
+    @staticmethod
+    def bytes_of(state: Mapping[str, Any]) -> torch.Tensor:
+        """The bytes of what ``state_dict`` gave."""
+        return pack_generators(state)
 
     def have_moved(self) -> bool:
         """Whether a random number has been drawn since."""

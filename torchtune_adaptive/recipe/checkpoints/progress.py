@@ -8,8 +8,10 @@ from typing import Any
 from torchtune import training
 
 from torchtune_adaptive.common import CheckpointError
+from torchtune_adaptive.core import SampleOrder
 from torchtune_adaptive.recipe.checkpoints.config_changes import (
     BEGIN_ANEW,
+    SHUFFLE,
     FlatConfig,
     change,
     resumed,
@@ -59,6 +61,12 @@ class Progress:
     def shuffle(self) -> bool:
         """Whether the samples are in another order in each epoch."""
         return bool(self.config.get("shuffle"))
+
+    def order_of(self, samples: int, ranks: int) -> SampleOrder:
+        """The order of samples, dealt out to a number of ranks."""
+        if self.config.get(SHUFFLE) == "streaming":
+            return SampleOrder(samples, ranks, self.shuffle, self.seed, streaming=True)
+        return SampleOrder(samples, ranks, self.shuffle)  # torchtune's has a seed of its own
 
     def resume(self, checkpoint: dict[str, Any]) -> None:
         """Continue where a checkpoint was saved; what would change the run's course stays as it was."""

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_adaptive.common import CheckpointError
-from torchtune_adaptive.core import Split, knobs
+import torch
 
-VERSION = 1
+from torchtune_adaptive.common import CheckpointError
+from torchtune_adaptive.core import Generators, Split, knobs
+
+VERSION = 2
 _FORMER_KEYS = {"adaptive_batching.checkpoint": knobs.CHECKPOINT}
 """Keys of memory knobs as earlier versions wrote them, and those of now."""
+
+NO_GENERATORS = torch.empty((0, 0), dtype=torch.uint8)
+"""The random number generators where they are not needed: on ranks that do not save."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,8 @@ class TrainingState:
     samples_of_epoch: int
     validated: int
     """The last step after which the run was validated."""
-    generators: list[dict[str, Any]]
-    """The random number generators of each rank."""
+    generators: torch.Tensor
+    """The random number generators of each rank, as rows of bytes."""
     token_budget: list[list[int]] | None
     """Row lengths and rows; empty where a budget was found and given up."""
     knobs: dict[str, Any] | None
@@ -118,14 +123,24 @@ class TrainingState:
                     f"The checkpoint's training state has version {version}, and this torchtune-adaptive "
                     f"reads up to {VERSION}. Resume with the newer torchtune-adaptive that saved it."
                 )
+            values["generators"] = _generators(values["generators"], version)
             if recovery := values["recovery"]:
                 given_up = [[x, 0] if isinstance(x, int) else x for x in recovery["given_up"]]
                 values["recovery"] = {"relief": 0, **recovery, "given_up": given_up}
             if chosen := values["knobs"]:
                 values["knobs"] = {_FORMER_KEYS.get(key, key): chosen[key] for key in chosen}
             return cls(**{**values, "growth": GrowthState(**values["growth"])})
-        except (KeyError, TypeError) as wrong:
+        except (KeyError, TypeError, ValueError) as wrong:
             raise CheckpointError(
                 f"The checkpoint's training state is damaged ({type(wrong).__name__}: {wrong}). Resume from "
                 "another checkpoint."
             ) from None
+
+
+def _generators(saved: Any, version: int) -> torch.Tensor:
+    """The generators of each rank, which version 1 wrote as dictionaries."""
+    if version < 2:
+        return torch.stack([Generators.bytes_of(each) for each in saved])
+    if not isinstance(saved, torch.Tensor) or (saved.dtype, saved.dim()) != (torch.uint8, 2):
+        raise TypeError("generators: no rows of bytes")
+    return saved

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch.nn.functional as F
 
+from torchtune_adaptive.recipe.data.split_rows import Length
 from torchtune_adaptive.recipe.settings.asked import Asked
 
 _BETWEEN_DOUBLINGS = 32
@@ -40,11 +42,15 @@ class FewLengths:
         limits = [int(limit) for block in blocks if (limit := block.get("max_seq_len"))]
         return cls(min(limits, default=None))
 
-    def padded(self, length: int) -> int:
-        """The length of a batch whose longest row has so many tokens: never more than what is allowed."""
-        step = max(_LEAST, (1 << length.bit_length()) // (2 * _BETWEEN_DOUBLINGS))
+    def padded(self, length: Length) -> Length:
+        """The length of a batch whose longest row has so many tokens, never more than what is allowed; of
+        several, those of each."""
+        _, bits = np.frexp(length)
+        step = np.maximum(_LEAST, (1 << bits) // (2 * _BETWEEN_DOUBLINGS))
         rounded = -(-length // step) * step
-        return rounded if self.longest is None else max(length, min(rounded, self.longest))
+        if self.longest is not None:
+            rounded = np.maximum(length, np.minimum(rounded, self.longest))
+        return int(rounded) if isinstance(length, int) else rounded.astype(length.dtype)
 
 
 def collate_padded(

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+import torch
+from omegaconf import DictConfig
 
-from torchtune_adaptive.common import Cache, cache_folder, counted
+from torchtune_adaptive.common import counted, launcher
+from torchtune_adaptive.recipe.data.length_files import (
+    LengthFile,
+    LengthFiles,
+    Lengths,
+    facts_of_config,
+)
 from torchtune_adaptive.recipe.private import fingerprint
 
 if TYPE_CHECKING:
@@ -42,32 +49,33 @@ class RowLengths:
         self._length = length
         self._dataset = dataset
         self._ranks = ranks
-        self._cached = _cached(cache)
+        self._files = LengthFiles(cache)
         self._facts = lambda: _facts(dataset, cfg)
-        self._lengths: list[int] | None = None
+        self._lengths: Lengths | None = None
 
-    def known(self) -> list[int] | None:
+    def known(self) -> Lengths | None:
         """The lengths, if they have been looked up before."""
         if self._lengths is not None:
             return self._lengths
         known = None
         if self._ranks.is_zero:
-            known = self._cached.get(self._facts())
-            if known is not None and (reason := _stale(known, self._dataset, self._length)):
+            known = self._files.get(self._facts())
+            if known is not None and (reason := _stale(known[1], self._dataset, self._length)):
                 log.warning(f"Ignoring cached row lengths: {reason}; recomputing.")
                 known = None
-        self._lengths = self._ranks.from_rank_zero(known)  # or different caches would diverge
+        self._lengths = self._shared(known)  # or different caches would diverge
         if self._lengths is not None:
             log.info(f"Row lengths: {len(self._lengths):,} from the cache.")
         return self._lengths
 
-    def keep(self, lengths: list[int]) -> None:
-        """Remember lengths that have been looked up elsewhere."""
-        self._lengths = lengths
-        if self._ranks.is_zero:
-            self._cached.put(self._facts(), lengths)
+    def keep(self, lengths: Lengths | None) -> Lengths:
+        """Remember lengths that have been looked up elsewhere, given on rank 0."""
+        kept = self._shared(lengths if lengths is None else self._files.put(self._facts(), lengths))
+        self._lengths = kept
+        assert kept is not None, "rank 0 has them"
+        return kept
 
-    def all(self, say_progress: bool) -> list[int]:
+    def all(self, say_progress: bool) -> Lengths:
         """The lengths, looked up if need be; with a progress bar if ``say_progress``."""
         if (known := self.known()) is not None:
             return known
@@ -76,45 +84,44 @@ class RowLengths:
 
         mine = range(rank, rows, ranks)
         bar = tqdm(mine, desc="row lengths", unit=" rows", disable=not say_progress)
-        found = self._ranks.gather([self._length(self._dataset[index]) for index in bar])
-        lengths = [0] * rows
-        for rank, some in enumerate(found):
-            lengths[rank::ranks] = some
-        self.keep(lengths)
-        return lengths
+        return self.keep(self.of_all(map(self._length, map(self._dataset.__getitem__, bar)), rows))
 
+    def of_all(self, mine: Iterable[int], rows: int) -> Lengths | None:
+        """All lengths on rank 0, of which each rank has looked up every n-th."""
+        share = torch.zeros(-(-rows // self._ranks.size), dtype=torch.int32)
+        numbers = share.numpy()  # the same memory
+        for place, length in enumerate(mine):
+            numbers[place] = length
+        found = self._ranks.gather_tensor(share)
+        return None if found is None else found.T.flatten()[:rows].numpy()
 
-def longest_known(cfg: DictConfig, cache: bool | str) -> int | None:
-    """The longest row of the config's dataset with its tokenizer, if an earlier run has cached it."""
-    facts = _facts_of_config(cfg)
-    found = [
-        max(lengths)
-        for known, lengths in _cached(cache).all()
-        if lengths and facts.items() <= known.items()
-    ]
-    return max(found, default=None)
-
-
-def _cached(cache: bool | str) -> Cache[list[int]]:
-    return Cache(cache_folder(cache, "row_lengths"), "row lengths", _are_lengths)
-
-
-def _are_lengths(value: Any) -> bool:
-    return isinstance(value, list) and all(type(length) is int for length in value)
+    def _shared(self, kept: tuple[LengthFile, Lengths] | None) -> Lengths | None:
+        """Rank 0's lengths on every rank: in a file that the ranks of a machine map, or in memory."""
+        ranks, files = self._ranks, self._files
+        file = ranks.from_rank_zero(kept and kept[0])
+        if file is None:
+            return None
+        mine = kept[1] if kept else files.mapped(file)
+        if not ranks.any(mine is None):
+            return mine
+        # As on another machine, whose cache is another one.
+        sent = torch.empty(file.rows, dtype=torch.int32)
+        if ranks.is_zero:
+            sent.numpy()[:] = mine
+        ranks.fill_from_rank_zero(sent)
+        if mine is None and launcher.local_rank() == 0:
+            files.write(file, sent.numpy())
+        ranks.any(False)  # until it is written
+        mine = files.mapped(file) if mine is None else mine
+        return sent.numpy() if mine is None else mine
 
 
 def _facts(dataset: Any, cfg: DictConfig) -> dict[str, Any]:
     """What decides how many tokens each row has."""
-    return {**_facts_of_config(cfg), "fingerprint": fingerprint(dataset), "rows": len(dataset)}
+    return {**facts_of_config(cfg), "fingerprint": fingerprint(dataset), "rows": len(dataset)}
 
 
-def _facts_of_config(cfg: DictConfig) -> dict[str, Any]:
-    # The whole config: a part of it, put elsewhere, could not look up what it refers to (``${assets}``).
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
-    return {block: config.get(block) for block in ("dataset", "tokenizer")}
-
-
-def _stale(lengths: list[int], dataset: Any, length: Callable[[Any], int]) -> str | None:
+def _stale(lengths: Lengths, dataset: Any, length: Callable[[Any], int]) -> str | None:
     """Why cached lengths cannot be of this dataset, by a spot check of a few rows."""
     if len(lengths) != len(dataset):
         return f"there are {len(lengths)}, but the dataset has {counted(len(dataset), 'row')}"

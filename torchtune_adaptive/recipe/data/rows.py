@@ -16,7 +16,7 @@ import torch
 from torchtune_adaptive.common import counted
 from torchtune_adaptive.recipe.data.few_lengths import FewLengths, collate_few, collate_padded
 from torchtune_adaptive.recipe.data.packed import ImaginedMask, collate_packed
-from torchtune_adaptive.recipe.data.split_rows import CollateParts, RowParts
+from torchtune_adaptive.recipe.data.split_rows import CollateParts, Length, RowParts
 from torchtune_adaptive.recipe.registry import component
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.upstream import labels_are_shifted
@@ -80,8 +80,8 @@ class Rows(ABC):
     def length(self, row: Row) -> int:
         """How many tokens it has; of several sequences, the longest counts."""
 
-    def padded(self, length: int) -> int:
-        """The length of a batch whose longest row has so many tokens."""
+    def padded(self, length: Length) -> Length:
+        """The length of a batch whose longest row has so many tokens; of several, those of each."""
         return length
 
     def size(self, row: Row) -> RowSize:
@@ -118,7 +118,7 @@ class TokenRows(Rows):
     def length(self, row: Row) -> int:
         return len(row["tokens"])
 
-    def padded(self, length: int) -> int:
+    def padded(self, length: Length) -> Length:
         length = self.lengths.padded(length) if self.lengths else length
         return self.parts.padded(length) if self.parts else length
 

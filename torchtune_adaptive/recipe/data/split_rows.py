@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from torchtune_adaptive.common import ConfigError
+
+Length = TypeVar("Length", int, npt.NDArray[np.int32])
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,8 @@ class RowParts:
     multiple: int
     """Rows are padded to a multiple of so many tokens."""
 
-    def padded(self, length: int) -> int:
-        """The length of a batch whose longest row has so many tokens."""
+    def padded(self, length: Length) -> Length:
+        """The length of a batch whose longest row has so many tokens; of several, those of each."""
         return -(-length // self.multiple) * self.multiple
 
     def positions(self, length: int) -> torch.Tensor:

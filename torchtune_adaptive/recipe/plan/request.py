@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner import DeviceLimits, Machine, Pace, gpus
 from torchtune_adaptive.recipe.data.few_lengths import FewLengths
-from torchtune_adaptive.recipe.data.row_lengths import longest_known
+from torchtune_adaptive.recipe.data.length_files import longest_known
 from torchtune_adaptive.recipe.plan.device import device_for, pace_for
 from torchtune_adaptive.recipe.plan.query import Query, planned_rank
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK

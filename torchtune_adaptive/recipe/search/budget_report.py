@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import Block, Drawing, counted, plots
-from torchtune_adaptive.core import Budget, ByRows, ByTokens, MicroBatches, Split
+from torchtune_adaptive.core import Budget, ByRows, ByTokens, MicroBatches, SampleOrder, Split
 from torchtune_adaptive.recipe.search import drawn
 from torchtune_adaptive.recipe.search.in_tokens import LengthTrial
 from torchtune_adaptive.recipe.search.report import Report, rows_by_length, table_of
@@ -131,16 +130,16 @@ class BudgetReport(Report):
 def padding_shares(by_tokens: ByTokens, split: Split) -> tuple[float, float]:
     """The share of padding without a budget and with it, over a number of shuffled steps."""
     lengths, rows = by_tokens.row_lengths, split.global_batch
-    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0))
-    compared = order[: rows * min(_STEPS_COMPARED, len(lengths) // rows)].tolist()
-    steps = [compared[i : i + rows] for i in range(0, len(compared), rows)]
+    order = SampleOrder.to_look_at(len(lengths)).epoch(0)
+    begins = range(0, len(order) - rows + 1, rows)[:_STEPS_COMPARED]
+    steps = [order[begin : begin + rows].tolist() for begin in begins]
 
     def share(micro_batches: MicroBatches) -> float:
         size = micro_batches.full_size(split)
         tokens = computed = 0
         for step in steps:
             for samples in micro_batches.of_all_ranks(step, size, split.ranks):
-                of_rows = [lengths[sample] for sample in samples]
+                of_rows = lengths[samples].tolist()
                 tokens += sum(of_rows)
                 computed += len(of_rows) * max(of_rows)
         return 1 - tokens / computed if computed else 0.0

@@ -118,8 +118,7 @@ def _in_tokens(prober: Prober, rows: RowsToTry, saved: TrainingState | None) -> 
     prober.enter("looking up the lengths of all rows")
     if rows.order.samples and images_of(rows.data.dataset[0]):
         raise token_budget_with_images(prober.settings)
-    lengths = rows.lengths.all(say_progress=prober.ranks.is_zero)
-    lengths = [rows.data.rows.padded(length) for length in lengths]
+    lengths = rows.data.rows.padded(rows.lengths.all(say_progress=prober.ranks.is_zero))
     report = find_token_budget(prober, rows, lengths, known)
     announce(prober.asked, prober.ranks, report)
     if not report.used:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from torchtune_adaptive.common import ConfigError, counted
 from torchtune_adaptive.core import Budget, SizeTrial, strategies
 from torchtune_adaptive.recipe.search.sizing import ToSize
@@ -135,9 +138,10 @@ def try_at(trial_at: TrialAt, rows: int, length: int) -> LengthTrial:
     return LengthTrial(length, trial)
 
 
-def lengths_to_measure(row_lengths: Sequence[int], longest: int) -> list[int]:
+def lengths_to_measure(row_lengths: npt.ArrayLike, longest: int) -> list[int]:
     """The longest row that can be, then halves of it, down to the median of the data."""
-    middle = sorted(row_lengths)[len(row_lengths) // 2]
+    numbers = np.asarray(row_lengths)
+    middle = int(np.partition(numbers, len(numbers) // 2)[len(numbers) // 2])
     lengths = [longest]
     while lengths[-1] // 2 >= max(middle, 2):
         lengths.append(lengths[-1] // 2)

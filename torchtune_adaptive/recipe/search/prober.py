@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,17 +62,18 @@ class RowsToTry:
         """The rows that each rank has in an epoch."""
         return self.order.per_epoch // self.configured.ranks
 
-    @property
+    @cached_property
     def first_samples(self) -> list[int]:
         """The samples of the first step; rank ``r`` of ``n`` has those at ``r``, ``r + n``, ..."""
-        return self.order.epoch(0)[: self.configured.global_batch]
+        return self.order.epoch(0)[: self.configured.global_batch].tolist()
 
     def first_step(self, ranks: Ranks, micro_batches: MicroBatches, size: int) -> Sequence[Batch]:
         """A rank's rows of the first step, in micro-batches of a size."""
         data, order, shares = self.data, self.order, self.configured.ranks
         mine = ranks.rank * shares // ranks.size  # several ranks may hold the same rows
         loader = Loader(data.dataset, data.collate, order, mine, shares, micro_batches)
-        return _Fresh([*loader.epoch(0).step(self.configured.global_batch, size)])
+        portions = micro_batches.portions(self.first_samples, size, mine, shares)
+        return _Fresh([batch for _, batch in loader.bring([portions])])
 
 
 class _Fresh(Sequence[Batch]):

@@ -75,7 +75,8 @@ def decide_sizes(
 
     def divided(size: int | Budget) -> MicroBatches:
         if isinstance(size, Budget):
-            return ByTokens(size, (), phases.generator.padding_id, prober.step.objective.ignored)
+            ignored = prober.step.objective.ignored
+            return ByTokens.of_own_rows(size, phases.generator.padding_id, ignored)
         return ByRows(settings.rounding)
 
     training, scoring = divided(sizes[TRAINING]), divided(sizes[SCORING])

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from torchtune_adaptive.core import ByRows, ByTokens, MicroBatches, Probe
+from torchtune_adaptive.recipe.data.length_files import Lengths
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport, Throughput, padding_shares
 from torchtune_adaptive.recipe.search.in_tokens import InTokens, lengths_to_measure
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
@@ -25,13 +26,13 @@ _FIRST_ROUNDS = 2
 def find_token_budget(
     prober: Prober,
     rows: RowsToTry,
-    row_lengths: Sequence[int],
+    row_lengths: Lengths,
     known: Sequence[Sequence[int]] | None = None,
 ) -> BudgetReport:
     """Find the token budget on the run itself, which is afterwards as it was before. One trial confirms the
     rows by length that are ``known`` from an earlier part of this run."""
-    settings, longest = prober.settings, max(row_lengths)
-    require_no_longer(longest, row_lengths.index(longest), settings.probe_length)
+    settings, longest = prober.settings, int(row_lengths.max())
+    require_no_longer(longest, int(row_lengths.argmax()), settings.probe_length)
     longest = settings.probe_length or longest
     worst = prober.worst_case(rows.data, rows.lengths, longest)
     log.info(f"Searching for the token budget: the longest row has {longest} tokens.")
@@ -53,7 +54,7 @@ def find_token_budget(
         else:
             found = to_size.as_given(settings.token_budget)
         budget = found.size
-        buckets = length_buckets(longest, min(row_lengths)) if prober.compiled else ()
+        buckets = length_buckets(longest, int(row_lengths.min())) if prober.compiled else ()
         ignored = prober.step.objective.ignored
         by_tokens = ByTokens(budget, row_lengths, rows.data.tokenizer.pad_id, ignored, buckets)
         speeds = _speeds(prober, probe, rows, by_tokens)
@@ -111,7 +112,7 @@ def _speeds(
     split = rows.configured
     if prober.compiled or split.rows > rows.per_rank:
         return None, None  # most of what would be measured is compiling; or there is no full step
-    tokens = sum(by_tokens.row_lengths[sample] for sample in rows.first_samples) / split.ranks
+    tokens = int(by_tokens.row_lengths[rows.first_samples].sum()) / split.ranks
 
     def measured(what: str, micro_batches: MicroBatches) -> float | None:
         step = rows.first_step(prober.ranks, micro_batches, micro_batches.full_size(split))

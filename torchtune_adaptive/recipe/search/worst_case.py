@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
-import torch
+import numpy as np
 
 from torchtune_adaptive.common import ConfigError, EmptyTrial, NothingFits, counted
-from torchtune_adaptive.core import Ranks, SizeTrial
+from torchtune_adaptive.core import Ranks, SampleOrder, SizeTrial
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.data.rows import Row, RowSize, with_images
@@ -120,7 +119,7 @@ class _Bound:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Largest:
     """The largest parts of all rows that were looked at, and the rows that have them."""
 
     size: RowSize
@@ -158,42 +157,45 @@ def _enough(bound: _Bound, probe_length: int | None) -> int | None:
     return 0 if none_is_longer else probe_length + 1
 
 
-def _known(lengths: RowLengths, sample: str) -> _Found | None:
+def _known(lengths: RowLengths, sample: str) -> _Largest | None:
     known = lengths.known()
     if known is None:
         return None
-    longest = max(known)
-    return _Found(RowSize(longest), known.index(longest), 0, len(known), len(known), sample)
+    at = int(known.argmax())
+    return _Largest(RowSize(int(known[at])), at, 0, len(known), len(known), sample)
 
 
 def _scan(
     data: Data, ranks: Ranks, enough: int | None, bound: _Bound, lengths: RowLengths
-) -> _Found:
+) -> _Largest:
     """Look at all rows, or at an even sample where there are too many.
 
     A row of the length ``enough`` makes looking at more text unnecessary. ``lengths`` keeps what was found.
     """
     dataset = data.dataset
-    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
-    mine = order[: MOST_ROWS_SCANNED * ranks.size][ranks.rank :: ranks.size]
+    order = SampleOrder.to_look_at(len(dataset))
+    mine = order.share(0, ranks.rank, ranks.size)[:MOST_ROWS_SCANNED].tolist()
     sizes = []
     for index in _in_time(mine, bound.tokens is not None):
         sizes.append(data.rows.size(dataset[index]))
         if enough is not None and sizes[-1].tokens >= enough and not sizes[-1].images:
             break
-    longest = max(
-        ((s.tokens, -i) for s, i in zip(sizes, mine, strict=False)), default=(0, -order[0])
-    )
-    tiled = max(((s.tiles, -i) for s, i in zip(sizes, mine, strict=False)), default=(0, -order[0]))
+    nothing = (0, -mine[0] if mine else -len(dataset))
+    longest = max(((s.tokens, -i) for s, i in zip(sizes, mine, strict=False)), default=nothing)
+    tiled = max(((s.tiles, -i) for s, i in zip(sizes, mine, strict=False)), default=nothing)
     images = max((size.images for size in sizes), default=0)
     seen = ranks.gather((longest, tiled, images, len(sizes)))
     (tokens, at), (tiles, tiled_at) = max(s[0] for s in seen), max(s[1] for s in seen)
     size = RowSize(tokens, max(s[2] for s in seen), tiles)
     scanned = sum(s[3] for s in seen)
-    found = _Found(size, -at, -tiled_at, scanned, len(dataset), data.rows.sample)
+    found = _Largest(size, -at, -tiled_at, scanned, len(dataset), data.rows.sample)
     if found.complete and not size.images:
-        seen_by_rank = ranks.gather([(i, s.tokens) for i, s in zip(mine, sizes, strict=True)])
-        lengths.keep([tokens for _, tokens in sorted(chain.from_iterable(seen_by_rank))])
+        shuffled = lengths.of_all((size.tokens for size in sizes), len(dataset))
+        in_order = None
+        if shuffled is not None:  # on rank 0
+            in_order = np.empty_like(shuffled)
+            in_order[np.asarray(order.epoch(0))] = shuffled
+        lengths.keep(in_order)
     return found
 
 

@@ -182,6 +182,12 @@ class AdaptiveSettings:
     """The gradient noise scale: ``observe`` logs it, in samples; ``act`` also grows the batch by it, with
     ``GradientNoise()``."""
 
+    shuffle: Literal["torchtune", "streaming"] = _setting("torchtune", memory=False, result=True)
+    """The order of samples where ``shuffle`` at top level is ``True``: that of ``torchtune``, of which a rank
+    keeps its own samples (with token_budget, those of all ranks); or ``streaming``, another random order that
+    takes no memory and no time to make, for hundreds of millions of samples. A resumed run keeps its order
+    (docs/how-it-works.md)."""
+
     num_workers: Annotated[int, at_least(0, 256)] = _setting(0, memory=False)
     """Processes per rank that fetch and collate rows ahead. ``workers``, its name in version 0.1.0, is read
     too."""

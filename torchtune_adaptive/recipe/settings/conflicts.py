@@ -245,6 +245,12 @@ def _conflicts_with_config(asked: Asked) -> Iterator[Conflict]:
         f"is longer than the model takes (model.max_seq_len is {longest})",
         f"Set it to {longest} or less",
     )
+    yield (
+        settings.shuffle == "streaming" and not asked["shuffle"],
+        f"{BLOCK}.shuffle",
+        "is a way to shuffle samples, and they stay in the dataset's order: shuffle is not True",
+        f"Set shuffle=True, or remove {BLOCK}.shuffle",
+    )
     in_tensors = asked.holders > 1
     searches = settings.use_maximum_batch_size or settings.use_fastest_configuration
     yield (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,7 +22,7 @@ from torchtune_adaptive.core import (
     Watchdog,
 )
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
-from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
+from torchtune_adaptive.recipe.checkpoints.training_state import NO_GENERATORS, TrainingState
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION
 from torchtune_adaptive.recipe.train.adaptation import Adaptation
@@ -277,12 +277,13 @@ class TrainingLoop:
     def _state(self, used: int) -> TrainingState:
         ranks, device = self.runner.step.ranks, self.runner.step.device
         adaptation, dealt_to = self.adaptation, self.loader.order.ranks
+        generators = ranks.gather_tensor(Generators(device).as_bytes())
         return TrainingState(
             global_step=self.global_step,
             samples=self.samples,
             samples_of_epoch=used,
             token_budget=self.loader.micro_batches.state(),
-            generators=ranks.gather(Generators(device).state_dict()),
+            generators=NO_GENERATORS if generators is None else generators,
             validated=self.global_step if self.validation is None else self.validation.done,
             growth=adaptation.growth.state(),
             learning_rate=adaptation.learning_rate.state_dict(),
@@ -305,12 +306,14 @@ class TrainingLoop:
         ranks, device = self.runner.step.ranks, self.runner.step.device
         generators = saved.generators
         if len(generators) == ranks.size:
-            Generators(device).load_state_dict(generators[ranks.rank])
+            Generators(device).load_bytes(generators[ranks.rank])
         elif ranks.is_zero:
             log.warning(
                 f"The checkpoint was written by {counted(len(generators), 'rank')}, this run has "
                 f"{ranks.size}: data resumes at the same sample, but RNG state (dropout) is not restored."
             )
+        # Those of all ranks, which only rank 0 needs to have, and only while it saves.
+        self.progress.training = replace(saved, generators=NO_GENERATORS)
         return saved.samples_of_epoch
 
     def trained(self) -> Trained:

@@ -70,6 +70,8 @@ class Rollouts:
     _adjusted: list[tuple[str, str, int, int]] = field(init=False, default_factory=list)
     _lengths: list[list[int]] = field(init=False, default_factory=list)
     """The lengths of each rank's rows."""
+    _samples: tuple[int, Any] | None = field(init=False, default=None)
+    """An epoch, and this rank's samples of it."""
 
     def __post_init__(self) -> None:
         self.found = {phase.name: phase.size for phase in self._both}
@@ -146,10 +148,13 @@ class Rollouts:
         sizes, ranks = self.sizes, self._step.ranks
         first = (number - epoch * self.per_epoch) * sizes.prompts * ranks.size
         mine = range(ranks.rank, sizes.prompts * ranks.size, ranks.size)
-        in_epoch = self.order.epoch(epoch)
+        if self._samples is None or self._samples[0] != epoch:
+            self._samples = epoch, self.order.share(epoch, ranks.rank, ranks.size)
+        begin = first // ranks.size
+        samples = self._samples[1][begin : begin + sizes.prompts].tolist()
         rows = []
-        for place in mine:
-            sample = self.dataset[in_epoch[first + place]]
+        for place, prompt in zip(mine, samples, strict=True):
+            sample = self.dataset[prompt]
             for index in range(place * sizes.samples, (place + 1) * sizes.samples):
                 numbers = draws(self.seed, number, index, sizes.max_new)
                 rows.append(Row(index, sample["tokens"], numbers, data=sample.get("answer")))
