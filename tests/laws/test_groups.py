@@ -52,9 +52,9 @@ def sockets_of_a_run() -> tuple[int, int, list[Any]]:
     ranks = Ranks(timeout=200)
     heard = [exchange(ranks) for name, exchange in EXCHANGES.items() if name != "alike"]
     of_run = sockets() - before
-    group = ranks.another_group(200)
+    of_a_thread = ranks.in_a_thread(200)
     of_another = sockets() - before - of_run
-    dist.destroy_process_group(group)
+    of_a_thread.close()
     ranks.close()
     return of_run, of_another, heard
 

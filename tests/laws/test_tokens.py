@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -123,7 +124,8 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 
 def of_tokens(lengths: list[int]) -> ByTokens:
-    return ByTokens(Budget.of_tokens(4096, 2048), lengths, padding_id=0, ignored=-100)
+    of_rows = np.array(lengths, dtype=np.int32)
+    return ByTokens(Budget.of_tokens(4096, 2048), of_rows, padding_id=0, ignored=-100)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -142,7 +144,7 @@ def test_the_rows_of_a_step_are_packed_once(workers: int, packs: Callable[[], in
             brought += [batch["rows"] for batch in epoch.step(20, size)]
             epoch.advance(20)
         assert packs() == 4, "as many as there are steps, even if workers fetch ahead"
-        steps = [order.epoch(0)[used : used + 20] for used in range(0, 80, 20)]
+        steps = [order.epoch(0)[used : used + 20].tolist() for used in range(0, 80, 20)]
         portions = [each for step in steps for each in divided.portions(step, size, 1, 2)]
         assert brought == [portion.sample_ids for portion in portions]
         assert packs() == 4

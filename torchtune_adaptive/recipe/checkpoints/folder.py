@@ -27,7 +27,6 @@ from torchtune_adaptive.common import (
     durable,
     not_essential,
 )
-from torchtune_adaptive.common.durable import Files
 from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.recipe.checkpoints.all_or_none import AllOrNone
 from torchtune_adaptive.recipe.settings.asked import Asked
@@ -171,7 +170,7 @@ class CheckpointFolder:
         staged.mkdir(parents=True)
         return staged
 
-    def publish(self, name: str, facts: dict[str, Any], known: Files | None = None) -> None:
+    def publish(self, name: str, facts: dict[str, Any], known: durable.Files | None = None) -> None:
         """Make what has been written a checkpoint, all at once; only then older ones make way.
 
         Args:

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import torch
 
 from torchtune_adaptive.common import counted
-from torchtune_adaptive.recipe.data.few_lengths import FewLengths, collate_few, collate_padded
+from torchtune_adaptive.recipe.data.few_lengths import FewLengths, Length
 from torchtune_adaptive.recipe.data.packed import ImaginedMask, collate_packed
-from torchtune_adaptive.recipe.data.split_rows import CollateParts, Length, RowParts
+from torchtune_adaptive.recipe.data.padded_batches import collate_few, collate_padded
+from torchtune_adaptive.recipe.data.split_rows import CollateParts, RowParts
 from torchtune_adaptive.recipe.registry import component
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.upstream import labels_are_shifted

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from torchtune_adaptive.common import ConfigError
-
-Length = TypeVar("Length", int, npt.NDArray[np.int32])
+from torchtune_adaptive.recipe.data.few_lengths import Length
 
 
 @dataclass(frozen=True)
