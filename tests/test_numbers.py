@@ -118,6 +118,8 @@ def with_fewer_layers() -> list[str]:
 
 
 ONE = "1 micro-batch "
+OF_70B = 2 * 70_553_706_496 / 1e9
+"""The weights of Llama 3.1 70B in bf16, in GB."""
 
 
 def gain(lengths: str, way: str) -> float:
@@ -262,6 +264,31 @@ CLAIMS = [
         "docs/planning.md",
         r"Over PCIe 4 a collective is taken to reach (\d+) GB/s and copies to the host (\d+) GB/s",
         lambda: [f"{speed / 1e9:g}" for speed in PCIE[4]],
+    ),
+    Claim(
+        "docs/clusters.md",
+        r"for a save \| (\d+) GB \| 0 \| (\d+) GB \|",
+        lambda: [f"{OF_70B * share:.0f}" for share in (3, 3 / 8)],
+    ),
+    Claim(
+        "docs/clusters.md",
+        r"each other machine \| 0 \| 0 \| (\d+) GB \|",
+        lambda: [f"{OF_70B * 3 / 8:.0f}"],
+    ),
+    Claim(
+        "docs/clusters.md",
+        r"being written \| (\d+) GB \| (\d+) GB \| (\d+) GB \|",
+        lambda: [f"{OF_70B * 3:.0f}"] * 3,
+    ),
+    Claim(
+        "docs/clusters.md",
+        r"while they are written \| (\d+) GB \| (\d+) GB \| (\d+) GB \|",
+        lambda: [f"{OF_70B:.0f}"] * 3,
+    ),
+    Claim(
+        "docs/clusters.md",
+        r"one rank \| 64 ranks, ([\d.]+) GB each \| 64 ranks, ([\d.]+) GB each",
+        lambda: [f"{OF_70B * 3 / 64:.1f}"] * 2,
     ),
     Claim(
         "docs/checkpoints.md",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,8 +13,8 @@ from unittest import mock
 import pytest
 from omegaconf import DictConfig
 
-from tests.helpers.ranks import run_ranks
-from tests.helpers.recipes import run_ours, tiny_config
+from tests.helpers.ranks import run_ranks, watch_ranks
+from tests.helpers.recipes import quantised, run_ours, tiny_config
 from tests.helpers.runs import (
     ALL_KEPT,
     RESUME,
@@ -24,7 +27,7 @@ from tests.helpers.runs import (
     train,
     undisturbed,
 )
-from torchtune_adaptive.recipe.checkpoints import checkpoints
+from torchtune_adaptive.recipe.checkpoints import checkpoints, sharded
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.folder import STATE
 
@@ -68,12 +71,12 @@ def test_the_same_run_as_with_gathered_checkpoints(name: str, tmp_path: Path) ->
     """Resumed from each checkpoint as well, at the end to save the weights only."""
     kind, ranks, changes = RUNS[name]
     whole, expected = undisturbed(kind, ranks, **changes)
-    sharded, records = undisturbed(kind, ranks, **changes, **SHARDED, **ALL_KEPT)
+    parts, records = undisturbed(kind, ranks, **changes, **SHARDED, **ALL_KEPT)
     assert_same_records(records, expected)
-    assert_same_weights(whole / "epoch_1", sharded / "epoch_1")
-    assert not (sharded / "epoch_1" / STATE).exists()
-    saved = [each for each in sharded.glob("*epoch_*") if each.name != "epoch_1"]
-    assert sharded / "dist_epoch_1" in saved and len(saved) > 1
+    assert_same_weights(whole / "epoch_1", parts / "epoch_1")
+    assert not (parts / "epoch_1" / STATE).exists()
+    saved = [each for each in parts.glob("*epoch_*") if each.name != "epoch_1"]
+    assert parts / "dist_epoch_1" in saved and len(saved) > 1
     for each in saved:
         assert (each / ".metadata").exists() and not (each / STATE).exists()
         out = tmp_path / each.name
@@ -82,6 +85,20 @@ def test_the_same_run_as_with_gathered_checkpoints(name: str, tmp_path: Path) ->
         assert_same_end(resumed, expected)
         assert bool(resumed) == (each.name not in ("dist_epoch_1", "epoch_1_step_6"))
         assert_same_weights(whole / "epoch_1", out / "epoch_1")
+
+
+@pytest.mark.exhaustive
+def test_adapters_of_a_quantised_model(tmp_path: Path) -> None:
+    """Its weights are not saved, but merged at the end."""
+    changes = {**quantised(tmp_path), **SAVES, **ALL_KEPT}
+    expected = train("lora", tmp_path / "gathered", 2, **changes)
+    assert_same_records(train("lora", tmp_path / "sharded", 2, **changes, **SHARDED), expected)
+    assert_same_weights(tmp_path / "gathered" / "epoch_1", tmp_path / "sharded" / "epoch_1")
+    saved = "epoch_0_step_2"
+    shutil.copytree(tmp_path / "sharded" / saved, tmp_path / "again" / saved)
+    resumed = train("lora", tmp_path / "again", 2, **changes, **SHARDED, **RESUME)
+    assert len(resumed) == 4
+    assert_same_end(resumed, expected)
 
 
 def test_more_epochs_continue_a_run_that_has_ended(tmp_path: Path) -> None:
@@ -154,6 +171,36 @@ def test_saves_in_the_background(kind: str, tmp_path: Path) -> None:
 
 
 # --- what is wrong ------------------------------------------------------------------------------------
+
+
+def run_killed_while_it_writes(kind: str, cfg: DictConfig, save: int) -> None:
+    """A run of which rank 1 is killed while it writes its part of a checkpoint."""
+    write, saves = sharded.FileSystemWriter.write_data, count(1)
+
+    def write_or_die(*arguments: Any) -> Any:
+        if next(saves) == save and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(*arguments)
+
+    sharded.FileSystemWriter.write_data = write_or_die  # type: ignore[method-assign]
+    run_ours(kind, cfg)
+
+
+@pytest.mark.parametrize("how", [SHARDED, IN_BACKGROUND], ids=["at once", "in the background"])
+def test_a_rank_that_is_killed_while_it_writes(how: dict[str, Any], tmp_path: Path) -> None:
+    """The other one ends by itself, and the checkpoint before is resumed from."""
+    whole, expected = undisturbed("full", 2, **SAVES)
+    cfg = tiny_config("full", tmp_path, **SAVES, **how)
+    left, killed = watch_ranks(
+        run_killed_while_it_writes, 2, "full", cfg, 2, until_exit_of=[0, 1], join=False
+    )
+    assert killed.exit_code == -signal.SIGKILL and left.exit_code not in (0, None), left.said
+    assert {each.name for each in tmp_path.glob("*epoch_*")} == {"epoch_0_step_2"}
+    resumed = train("full", tmp_path, 2, **SAVES, **how, **RESUME)
+    assert len(resumed) == 4
+    assert_same_end(resumed, expected)
+    assert_same_weights(whole / "epoch_1", tmp_path / "epoch_1")
+    assert not (tmp_path / ".saving").exists()
 
 
 @pytest.mark.parametrize("file", ["__1_0.distcp", "__0_0.distcp", ".metadata", "training_state.pt"])

@@ -83,15 +83,9 @@ class SampleOrder:
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.signedinteger]:
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        small = self.samples <= torch.iinfo(torch.int32).max
-        dtype = (
-            torch.int32 if small else torch.int64
-        )  # which numbers are drawn does not depend on it
+        # The numbers that are drawn do not depend on the type.
+        dtype = torch.int32 if self.samples <= torch.iinfo(torch.int32).max else torch.int64
         return torch.randperm(self.samples, generator=generator, dtype=dtype).numpy()
-
-
-def _dtype_of(samples: int) -> torch.dtype:
-    return torch.int32 if samples <= torch.iinfo(torch.int32).max else torch.int64
 
 
 @dataclass(frozen=True)
