@@ -163,8 +163,8 @@ def main() -> None:
     print()
     row("rows, of 64 ranks", ["1e6", "1e7", "1e8", "1e9"])
     for name, streaming, sizes in (
-        ("shuffle: torchtune", False, (10**6, 10**7, 10**8)),
-        ("shuffle: streaming", True, (10**6, 10**7, 10**8, 10**9)),
+        ("sample_order: torchtune", False, (10**6, 10**7, 10**8)),
+        ("sample_order: streaming", True, (10**6, 10**7, 10**8, 10**9)),
     ):
         seen = [ordering(rows, 64, streaming) for rows in sizes]
         row(f"{name}, to begin an epoch, ms", [f"{1000 * s:.2f}" for s, _, _ in seen])

@@ -108,7 +108,7 @@ class Training:
         recovery: Recovery | None,
         before_step: Callable[[int], None] = lambda step: None,
         folder: Path | None = None,
-        save: Callable[[str], None] = lambda name: None,
+        save: Callable[[str, bool], None] = lambda name, last: None,
         watchdog: Watchdog | None = None,
         wait_for_memory: float = 0.0,
     ) -> Trained:

@@ -33,8 +33,8 @@ KEPT: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "shuffle": ({"shuffle": False}, "shuffle False -> True (the checkpoint's)"),
     "way to shuffle": (
-        {"adaptive_batching.shuffle": "streaming"},
-        "adaptive_batching.shuffle streaming -> unset (the checkpoint's)",
+        {"adaptive_batching.sample_order": "streaming"},
+        "adaptive_batching.sample_order streaming -> unset (the checkpoint's)",
     ),
 }
 USED: dict[str, tuple[dict[str, Any], str]] = {

@@ -40,12 +40,12 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("lora_dpo", {"dataset.split": "train[:23]"}),
     "fastest": ("full", {**ODD, "use_fastest_configuration": True}),
     "token budget": ("full", {**ODD, "adaptive_batching.token_budget": 1024}),
-    "streaming": ("full", {**ODD, "adaptive_batching.shuffle": "streaming"}),
+    "streaming": ("full", {**ODD, "adaptive_batching.sample_order": "streaming"}),
     "streaming, in tokens": (
         "full",
         {
             **ODD,
-            "adaptive_batching.shuffle": "streaming",
+            "adaptive_batching.sample_order": "streaming",
             "adaptive_batching.token_budget": 1024,
         },
     ),

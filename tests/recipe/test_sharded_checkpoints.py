@@ -186,6 +186,26 @@ def run_killed_while_it_writes(kind: str, cfg: DictConfig, save: int) -> None:
     run_ours(kind, cfg)
 
 
+def run_without_room_for_weights(cfg: DictConfig) -> None:
+    with mock.patch.object(
+        os, "posix_fallocate", side_effect=OSError(28, "No space left on device")
+    ):
+        run_ours("full", cfg)
+
+
+def test_no_room_for_the_weights_at_the_end(tmp_path: Path) -> None:
+    """All ranks say so, and the next run has the weights only to save."""
+    whole, _ = undisturbed("full", 2, **SAVES)
+    cfg = tiny_config("full", tmp_path, **SAVES, **SHARDED)
+    with pytest.raises(AssertionError, match="CheckpointError: ") as raised:
+        run_ranks(run_without_room_for_weights, 2, cfg, join=False)
+    said = str(raised.value)
+    assert f"The checkpoint epoch_1 could not be written to {tmp_path} (No space left" in said
+    assert f"The last one is {tmp_path}/dist_epoch_1" in said
+    assert train("full", tmp_path, 2, **SAVES, **SHARDED, **RESUME) == []
+    assert_same_weights(whole / "epoch_1", tmp_path / "epoch_1")
+
+
 @pytest.mark.parametrize("how", [SHARDED, IN_BACKGROUND], ids=["at once", "in the background"])
 def test_a_rank_that_is_killed_while_it_writes(how: dict[str, Any], tmp_path: Path) -> None:
     """The other one ends by itself, and the checkpoint before is resumed from."""

@@ -22,7 +22,7 @@ from tests.helpers.runs import (
 
 pytestmark = pytest.mark.runs
 
-STREAMING = {"adaptive_batching.shuffle": "streaming"}
+STREAMING = {"adaptive_batching.sample_order": "streaming"}
 SHORT: dict[str, Any] = {
     **ALL_KEPT,
     "save_every_n_steps": 1,
@@ -85,7 +85,7 @@ def test_a_resumed_run_keeps_its_order_whatever_the_config_says(tmp_path: Path) 
     resumed = stopped_after(2, whole, tmp_path / "resumed")
     cfg = tiny_config("full", resumed, **SHORT, **RESUME)
     (run,) = watch_ranks(run_ours, 1, "full", cfg, until_exit_of=[0], join=False)
-    assert "adaptive_batching.shuffle unset -> streaming (the checkpoint's)" in run.said
+    assert "adaptive_batching.sample_order unset -> streaming (the checkpoint's)" in run.said
     last = "epoch_1"
     assert_same_weights(whole / last, resumed / last)
     assert len(losses(expected)) == 6

@@ -244,7 +244,7 @@ def cannot_go_on(what: str) -> str:
     def always(step: int) -> None:
         training.memory.arm(operations // 2)
 
-    def no_room(name: str) -> None:
+    def no_room(name: str, last: bool) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     if what == "saving":

@@ -84,8 +84,12 @@ class SampleOrder:
     def _shuffled(self, epoch: int) -> npt.NDArray[np.signedinteger]:
         generator = torch.Generator().manual_seed(self.seed + epoch)
         # The numbers that are drawn do not depend on the type.
-        dtype = torch.int32 if self.samples <= torch.iinfo(torch.int32).max else torch.int64
+        dtype = _dtype_of(self.samples)
         return torch.randperm(self.samples, generator=generator, dtype=dtype).numpy()
+
+
+def _dtype_of(samples: int) -> torch.dtype:
+    return torch.int32 if samples <= torch.iinfo(torch.int32).max else torch.int64
 
 
 @dataclass(frozen=True)

@@ -162,14 +162,16 @@ class Checkpoints(ABC):
         if self._sharded is not None:
             self._sharded.finish()
         in_background = self._in_background and not last
-        if self._shards or in_background:
+        if (self._shards or in_background) and not self._state_stays_on_ranks:
             self._save_sharded(model, optimizers, progress, name, in_background)
             if progress.is_unfinished:
                 return
         self._save_gathered(model, optimizers, progress, name)
 
     def save_weights(self, model: Model, optimizers: Optimizers, progress: Progress) -> None:
-        """Save the weights of a run that ended between its last state and them."""
+        """Save the weights of a run that ended between its last checkpoint, a sharded one, and them."""
+        if self._source is None or self._source.sharded is None:
+            return
         self._shards = True
         self._save_gathered(model, optimizers, progress, f"{progress.epochs_run - 1}")
 
@@ -179,7 +181,7 @@ class Checkpoints(ABC):
         """Save what torchtune reads: the weights and, unless a sharded checkpoint has it, the run's state."""
         started = time.perf_counter()
         log.info("Saving checkpoint. This may take some time. Retrieving full model state dict...")
-        weights = self._gathered(model)
+        weights = self._gathered(model, name)
         facts = self._facts(progress)
         if self._shards:
             facts["resumable"] = False
@@ -396,27 +398,37 @@ class Checkpoints(ABC):
             training.OPT_KEY: optimizers.saved.state_dict(),
         }
 
-    def _gathered(self, model: Model) -> dict[str, Any]:
+    def _gathered(self, model: Model, name: str) -> dict[str, Any]:
         """The weights that the checkpointer expects, on rank 0."""
-        environment, adapters_only = self._environment, self._adapters_only
         if self._shards:
-            self._all.decide(lambda: self._folder.staging.mkdir(parents=True, exist_ok=True))
-            weights = model.module.state_dict()
-            if adapters_only:
-                weights = get_adapter_state_dict(weights, device=None)
-            return weights_in_a_file(
-                weights, environment.ranks.is_zero, environment.device, self._folder.staging
-            )
+            return self._gathered_in_a_file(model, f"epoch_{name}")
+        environment = self._environment
         weights = training.gather_cpu_state_dict(
             model.module,
             environment.ranks.is_zero,
             device=environment.device,
-            adapter_weights_only=adapters_only,
+            adapter_weights_only=self._adapters_only,
         )
         if environment.device.type == "cpu":
             # These may be the parameters themselves, which merging adapters would change.
             weights = {key: weight.clone() for key, weight in weights.items()}
         return weights
+
+    def _gathered_in_a_file(self, model: Model, name: str) -> dict[str, Any]:
+        environment, staging = self._environment, self._folder.staging
+        self._all.decide(lambda: staging.mkdir(parents=True, exist_ok=True))
+        weights = model.module.state_dict()
+        if self._adapters_only:
+            weights = get_adapter_state_dict(weights, device=None)
+        gathered, problem = dict[str, Any](), None
+        try:
+            gathered = weights_in_a_file(
+                weights, environment.ranks.is_zero, environment.device, staging
+            )
+        except OSError as error:
+            problem = error
+        self._all.raise_if_any(problem, partial(self._unwritable, name))
+        return gathered
 
     def write_files(
         self, name: str, parts: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]

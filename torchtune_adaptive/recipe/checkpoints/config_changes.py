@@ -22,7 +22,7 @@ FlatConfig = dict[str, Any]
 
 BEGIN_ANEW = "or train on from the checkpoint's weights (checkpointer.checkpoint_dir) with another output_dir"
 
-SHUFFLE = f"{BLOCK}.shuffle"
+SAMPLE_ORDER = f"{BLOCK}.sample_order"
 _RATE = "optimizer.lr"
 _OPTIMIZER = "optimizer._component_"
 _IN_BACKWARD = "optimizer_in_bwd"
@@ -109,7 +109,7 @@ def resumed(
         if old == new:
             continue
         is_kept = (
-            key in ("shuffle", SHUFFLE)  # the place in an epoch is one in its order
+            key in ("shuffle", SAMPLE_ORDER)  # the place in an epoch is one in its order
             or key in keeps
             # An optimizer's state has its hyperparameters in it.
             or (key.startswith("optimizer.") and not (key == _RATE and takes_rate))

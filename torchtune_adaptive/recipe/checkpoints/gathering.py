@@ -36,13 +36,21 @@ def weights_in_a_file(
     Args:
         weights: those of a model, of which each rank may have a part.
         folder: a folder on a filesystem with room for the weights.
+
+    Raises:
+        OSError: on rank 0, after all have been gathered, if there is no room.
     """
-    gathered = {}
+    gathered, problem = dict[str, torch.Tensor](), None
     for name, weight in weights.items():
         one = SimpleNamespace(state_dict=lambda name=name, weight=weight: {name: weight})
         whole = training.gather_cpu_state_dict(one, is_rank_zero, device=device)
-        if is_rank_zero:
-            gathered[name] = _in_a_file(whole[name], folder)
+        if is_rank_zero and problem is None:
+            try:
+                gathered[name] = _in_a_file(whole[name], folder)
+            except OSError as error:  # the others are gathering the next one
+                gathered, problem = {}, error
+    if problem is not None:
+        raise problem
     return gathered
 
 

@@ -11,7 +11,7 @@ from torchtune_adaptive.common import CheckpointError
 from torchtune_adaptive.core import SampleOrder
 from torchtune_adaptive.recipe.checkpoints.config_changes import (
     BEGIN_ANEW,
-    SHUFFLE,
+    SAMPLE_ORDER,
     FlatConfig,
     change,
     resumed,
@@ -64,7 +64,7 @@ class Progress:
 
     def order_of(self, samples: int, ranks: int) -> SampleOrder:
         """The order of samples, dealt out to a number of ranks."""
-        if self.config.get(SHUFFLE) == "streaming":
+        if self.config.get(SAMPLE_ORDER) == "streaming":
             return SampleOrder(samples, ranks, self.shuffle, self.seed, streaming=True)
         return SampleOrder(samples, ranks, self.shuffle)  # torchtune's has a seed of its own
 

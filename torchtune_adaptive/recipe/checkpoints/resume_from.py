@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from omegaconf import DictConfig, ListConfig
 
@@ -74,7 +75,10 @@ class Finished:
 
 
 def newest_source(
-    folder: CheckpointFolder, kind: Kind, epochs: int, damaged: Mapping[str, str]
+    folder: CheckpointFolder,
+    kind: Kind,
+    epochs: int,
+    damaged: Mapping[str, str] = MappingProxyType({}),
 ) -> Source | Finished | None:
     """The newest complete checkpoint in an output folder, or None if none has been saved.
 

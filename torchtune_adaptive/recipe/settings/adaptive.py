@@ -182,8 +182,10 @@ class AdaptiveSettings:
     """The gradient noise scale: ``observe`` logs it, in samples; ``act`` also grows the batch by it, with
     ``GradientNoise()``."""
 
-    shuffle: Literal["torchtune", "streaming"] = _setting("torchtune", memory=False, result=True)
-    """The order of samples where ``shuffle`` at top level is ``True``: that of ``torchtune``, of which a rank
+    sample_order: Literal["torchtune", "streaming"] = _setting(
+        "torchtune", memory=False, result=True
+    )
+    """The order of samples where ``shuffle`` is ``True``: that of ``torchtune``, of which a rank
     keeps its own samples (with token_budget, those of all ranks); or ``streaming``, another random order that
     takes no memory and no time to make, for hundreds of millions of samples. A resumed run keeps its order
     (docs/how-it-works.md)."""

@@ -246,10 +246,10 @@ def _conflicts_with_config(asked: Asked) -> Iterator[Conflict]:
         f"Set it to {longest} or less",
     )
     yield (
-        settings.shuffle == "streaming" and not asked["shuffle"],
-        f"{BLOCK}.shuffle",
+        settings.sample_order == "streaming" and not asked["shuffle"],
+        f"{BLOCK}.sample_order",
         "is a way to shuffle samples, and they stay in the dataset's order: shuffle is not True",
-        f"Set shuffle=True, or remove {BLOCK}.shuffle",
+        f"Set shuffle=True, or remove {BLOCK}.sample_order",
     )
     in_tensors = asked.holders > 1
     searches = settings.use_maximum_batch_size or settings.use_fastest_configuration
