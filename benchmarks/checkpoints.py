@@ -3,7 +3,7 @@
     python benchmarks/checkpoints.py [--ranks 4] [--layers 14] [--rounds 2]
 
 The same runs of full fine-tuning with AdamW, on a Llama of about 1 GB in fp32, take turns. Each saves after
-every second step. *Still* is how long training stands still for a save, with the wait for one that is being
+every step. *Still* is how long training stands still for a save, with the wait for one that is being
 written; of the saves after the first, which makes groups, threads and buffers, the median. *Host memory* is
 what rank 0 has more in a save than before it, in memory that no file backs.
 
@@ -43,8 +43,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "in the background": {SHARDED: "background"},
 }
 SIZE = {"num_heads": 16, "num_kv_heads": 16, "embed_dim": 1024, "intermediate_dim": 4096}
-SAVES = 4
-EVERY = 2  # steps
+SAVES = 3
+EVERY = 1  # steps
 
 
 def anonymous_bytes() -> int:

@@ -118,6 +118,7 @@ def with_fewer_layers() -> list[str]:
 
 
 ONE = "1 micro-batch "
+SAVES = ("gathered ", "sharded ", "in the background ")
 OF_70B = 2 * 70_553_706_496 / 1e9
 """The weights of Llama 3.1 70B in bf16, in GB."""
 
@@ -264,6 +265,23 @@ CLAIMS = [
         "docs/planning.md",
         r"Over PCIe 4 a collective is taken to reach (\d+) GB/s and copies to the host (\d+) GB/s",
         lambda: [f"{speed / 1e9:g}" for speed in PCIE[4]],
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"still for ([\d.]+) s where 1 GB of weights .* 4 ranks, ([\d.]+) s sharded, ([\d.]+) s in the",
+        lambda: [column(blocks("checkpoints.md", "still, s")[0], way, 0) for way in SAVES],
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"of 4,096 ranks: ([\d.]+) ms to pack a step, (\d+) ms of the store's CPU .*?, (\d+) s for a plan",
+        lambda: [
+            column(blocks("scale.md", "ranks")[0], row, 3)
+            for row in (
+                "a step's 16 rows a rank packed by a token budget, ms",
+                "signs of life, CPU of the store in a beat of all, ms",
+                "plan of 8B full fine-tuning, without what-ifs, s",
+            )
+        ],
     ),
     Claim(
         "docs/clusters.md",
