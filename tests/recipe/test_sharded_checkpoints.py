@@ -28,7 +28,6 @@ from tests.helpers.runs import (
     undisturbed,
 )
 from torchtune_adaptive.recipe.checkpoints import checkpoints, sharded
-from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.folder import STATE
 
 pytestmark = pytest.mark.runs
@@ -255,12 +254,14 @@ def test_all_damaged_are_named(tmp_path: Path) -> None:
 
 
 def run_with(cfg: DictConfig, free: int | None, machines: int, sees: bool = True) -> list[str]:
-    """A run on a host with so much free memory, as on so many machines; the checkpoints it saves."""
+    """A run on a host with so much free memory, as on so many machines, of which each may have a folder of
+    its own; the checkpoints it saves."""
     how = [mock.patch.object(checkpoints.launcher, "local_size", return_value=2 // machines)]
     if free is not None:
         how.append(mock.patch.object(checkpoints, "available_memory", return_value=free))
-    if not sees:
-        how.append(mock.patch.object(Checkpoints, "_see_the_same_folder", return_value=False))
+    how.append(mock.patch.object(checkpoints, "_FOLDER_IS_SEEN_WITHIN", 1.0))
+    if not sees and os.environ["RANK"] == "1":
+        cfg.output_dir += "/elsewhere"
     for each in how:
         each.start()
     run_ours("full", cfg)

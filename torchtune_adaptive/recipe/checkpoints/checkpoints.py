@@ -106,9 +106,6 @@ class Checkpoints(ABC):
         self._shards = False
         background = asked.settings.sharded_checkpoints == "background"
         self._in_background = background or asked["enable_async_checkpointing"]
-        self._in_background = self._asked["enable_async_checkpointing"] or (
-            asked.settings.sharded_checkpoints == "background"
-        )
         if self.finished is None:
             self._checkpointer = self._all.read(self.build_checkpointer)
 
@@ -358,7 +355,8 @@ class Checkpoints(ABC):
         until = time.monotonic() + _FOLDER_IS_SEEN_WITHIN
         while not (seen := probe.exists()) and time.monotonic() < until:
             time.sleep(0.1)
-            os.listdir(self._output_dir)  # network filesystems remember what was not there
+            with suppress(OSError):
+                os.listdir(self._output_dir)  # network filesystems remember what was not there
         seen_by_all = all(self._all.gather(seen))
         if self._environment.ranks.is_zero:
             probe.unlink()
