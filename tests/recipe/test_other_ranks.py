@@ -12,8 +12,8 @@ from tests.helpers.recipes import tiny_config
 from tests.helpers.runs import (
     BIN,
     RESUME,
-    Records,
     assert_same_records,
+    assert_same_steps,
     start,
     stopped_after,
     train,
@@ -69,15 +69,6 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-
-
-def assert_same_steps(records: Records, expected: Records) -> None:
-    """The same samples in the same steps; sums are rounded in another order."""
-    for one, other in zip(records, expected, strict=True):
-        for key in ("step", "global_batch_size", "samples_seen", "lr"):
-            assert one[key] == other[key], key
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize(

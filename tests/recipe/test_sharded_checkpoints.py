@@ -18,16 +18,16 @@ from tests.helpers.recipes import quantised, run_ours, tiny_config
 from tests.helpers.runs import (
     ALL_KEPT,
     RESUME,
-    Records,
     assert_same_end,
     assert_same_records,
+    assert_same_steps,
     assert_same_weights,
     refused,
     stopped_after,
     train,
     undisturbed,
 )
-from torchtune_adaptive.recipe.checkpoints import checkpoints, sharded
+from torchtune_adaptive.recipe.checkpoints import how_to_save, sharded
 from torchtune_adaptive.recipe.checkpoints.folder import STATE
 
 pytestmark = pytest.mark.runs
@@ -124,14 +124,6 @@ def test_a_gathered_checkpoint_and_a_sharded_one_follow_each_other(tmp_path: Pat
 # --- other ranks --------------------------------------------------------------------------------------
 
 
-def assert_near(records: Records, expected: Records) -> None:
-    for one, other in zip(records, expected, strict=True):
-        for key in ("step", "global_batch_size", "samples_seen", "lr"):
-            assert one[key] == other[key], key
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-
-
 @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.exhaustive)])
 def test_other_ranks_and_other_meshes_continue(kind: str, tmp_path: Path) -> None:
     """From 4 ranks to 2, to 3, and with tensor parallelism."""
@@ -149,24 +141,29 @@ def test_other_ranks_and_other_meshes_continue(kind: str, tmp_path: Path) -> Non
     for name, (ranks, mesh) in others.items():
         out = tmp_path / name
         shutil.copytree(saved, out, symlinks=True)
-        assert_near(train(kind, out, ranks, **changes, **mesh, **RESUME), expected[3:])
+        assert_same_steps(train(kind, out, ranks, **changes, **mesh, **RESUME), expected[3:])
     back = stopped_after(5, tmp_path / "2", tmp_path / "back")
-    assert_near(train(kind, back, 4, **changes, **RESUME), expected[5:])
+    assert_same_steps(train(kind, back, 4, **changes, **RESUME), expected[5:])
 
 
 # --- in the background --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.exhaustive)])
-def test_saves_in_the_background(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["full", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("lora", "grpo", "ppo"))],
+)
+def test_saves_in_the_background(name: str, tmp_path: Path) -> None:
     """Training changes what is being written, and the copy is what it was."""
-    changes = {**SAVES, **ALL_KEPT}
-    _, expected = undisturbed(kind, 2, **changes)
-    folder, records = undisturbed(kind, 2, **changes, **IN_BACKGROUND)
+    kind, ranks, changes = RUNS[name]
+    _, expected = undisturbed(kind, ranks, **changes)
+    folder, records = undisturbed(kind, ranks, **changes, **IN_BACKGROUND, **ALL_KEPT)
     assert_same_records(records, expected)
-    first = tmp_path / "epoch_0_step_2"
-    shutil.copytree(folder / first.name, first)
-    assert_same_end(train(kind, tmp_path, 2, **changes, **IN_BACKGROUND, **RESUME), expected)
+    first = "epoch_0_step_2" if "save_every_n_steps" in changes else "dist_epoch_0"
+    shutil.copytree(folder / first, tmp_path / first)
+    resumed = train(kind, tmp_path, ranks, **changes, **IN_BACKGROUND, **RESUME)
+    assert resumed
+    assert_same_end(resumed, expected)
 
 
 # --- what is wrong ------------------------------------------------------------------------------------
@@ -253,13 +250,13 @@ def test_all_damaged_are_named(tmp_path: Path) -> None:
     assert "dist_epoch_0 (__1_0.distcp is missing)" in said
 
 
-def run_with(cfg: DictConfig, free: int | None, machines: int, sees: bool = True) -> list[str]:
+def run_on_host(cfg: DictConfig, free: int | None, machines: int, sees: bool = True) -> list[str]:
     """A run on a host with so much free memory, as on so many machines, of which each may have a folder of
     its own; the checkpoints it saves."""
-    how = [mock.patch.object(checkpoints.launcher, "local_size", return_value=2 // machines)]
+    how = [mock.patch.object(how_to_save.launcher, "local_size", return_value=2 // machines)]
     if free is not None:
-        how.append(mock.patch.object(checkpoints, "available_memory", return_value=free))
-    how.append(mock.patch.object(checkpoints, "_FOLDER_IS_SEEN_WITHIN", 1.0))
+        how.append(mock.patch.object(how_to_save, "available_memory", return_value=free))
+    how.append(mock.patch.object(how_to_save, "_FOLDER_IS_SEEN_WITHIN", 1.0))
     if not sees and os.environ["RANK"] == "1":
         cfg.output_dir += "/elsewhere"
     for each in how:
@@ -284,7 +281,7 @@ def test_what_is_chosen(
     """Sharded where gathering takes much of the host, or with several machines that share a folder."""
     how = {} if asked is None else {"adaptive_batching.sharded_checkpoints": asked}
     cfg = tiny_config("full", tmp_path, max_steps_per_epoch=1, epochs=1, **how)
-    names, _ = run_ranks(run_with, 2, cfg, free, machines, sees, join=False)
+    names, _ = run_ranks(run_on_host, 2, cfg, free, machines, sees, join=False)
     assert names == (["dist_epoch_0", "epoch_0"] if sharded else ["epoch_0"])
 
 
@@ -300,5 +297,5 @@ def test_what_is_refused_before_training(
 ) -> None:
     cfg = tiny_config("full", tmp_path, **{"adaptive_batching.sharded_checkpoints": asked})
     with pytest.raises(AssertionError, match=f"CheckpointError: .*{said}"):
-        run_ranks(run_with, 2, cfg, free, machines, sees, join=False)
+        run_ranks(run_on_host, 2, cfg, free, machines, sees, join=False)
     assert not list(tmp_path.glob("*epoch_*"))

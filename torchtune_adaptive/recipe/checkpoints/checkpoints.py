@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import shutil
 import time
 import uuid
@@ -32,10 +31,7 @@ from torchtune.training import OptimizerInBackwardWrapper
 from torchtune_adaptive.common import (
     CheckpointError,
     ConfigError,
-    announce,
-    durable,
     human_bytes,
-    launcher,
 )
 from torchtune_adaptive.recipe import private
 from torchtune_adaptive.recipe.checkpoints.all_or_none import (
@@ -48,11 +44,8 @@ from torchtune_adaptive.recipe.checkpoints.config_changes import (
     training_config,
 )
 from torchtune_adaptive.recipe.checkpoints.folder import STATE, CheckpointFolder
-from torchtune_adaptive.recipe.checkpoints.gathering import (
-    SHARE_OF_HOST,
-    gathered_bytes,
-    weights_in_a_file,
-)
+from torchtune_adaptive.recipe.checkpoints.gathering import gathered_bytes, weights_in_a_file
+from torchtune_adaptive.recipe.checkpoints.how_to_save import saves_sharded
 from torchtune_adaptive.recipe.checkpoints.progress import CONFIG_KEY, Progress
 from torchtune_adaptive.recipe.checkpoints.resume_from import (
     Finished,
@@ -67,9 +60,7 @@ from torchtune_adaptive.recipe.checkpoints.sharded import (
     damage_in_share,
     training_state_of,
 )
-from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.asked import Asked
-from torchtune_adaptive.recipe.setup.cgroups import available_memory
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
@@ -78,7 +69,6 @@ log = logging.getLogger(__name__)
 
 ID_KEY = "checkpoint_id"
 """The key in the recipe state of the checkpoint that it belongs to."""
-_FOLDER_IS_SEEN_WITHIN = 10.0  # seconds, on network filesystems
 
 
 class Checkpoints(ABC):
@@ -131,7 +121,14 @@ class Checkpoints(ABC):
         """Continue where the checkpoint was saved, if the run is resumed; and decide how it will save."""
         if self._source is not None and self._source.sharded is not None:
             checkpoint = self._load_sharded(model, optimizers, progress)
-        self._decide_how_to_save(model)
+        sharded = self._asked.settings.sharded_checkpoints
+        self._shards = saves_sharded(
+            None if sharded is None else bool(sharded),
+            self._in_background,
+            gathered_bytes(model.module),
+            self._output_dir,
+            self._all,
+        )
         if self._source is None:
             return
         progress.resume(checkpoint)
@@ -307,67 +304,12 @@ class Checkpoints(ABC):
         numbers = {key: state[key] for key in of_torchtune}
         return numbers | self._all.read(partial(training_state_of, folder))
 
-    # --- how it is saved ------------------------------------------------------------------------------
-
-    def _decide_how_to_save(self, model: Model) -> None:
-        """Decide whether each rank saves its part, or rank 0 gathers them.
-
-        Raises:
-            CheckpointError: on all ranks, if neither is possible.
-        """
-        asked, needed = self._asked.settings.sharded_checkpoints, gathered_bytes(model.module)
-        free = self._all.decide(available_memory)
-        several = launcher.size() > launcher.local_size()
-        too_much = needed * SHARE_OF_HOST > free
-        self._shards = several or too_much if asked is None else bool(asked)
-        if (self._shards or self._in_background) and several and not self._see_the_same_folder():
-            if asked or self._in_background:
-                raise CheckpointError(
-                    f"{self._output_dir}: is not the same folder on all machines, so sharded checkpoints, of "
-                    "which each rank writes a part, would have no common place. Set output_dir to a folder "
-                    f"that all share, or {BLOCK}.sharded_checkpoints=False and enable_async_checkpointing="
-                    "False."
-                )
-            self._shards = False
-        if not self._shards and needed > free:
-            raise CheckpointError(
-                f"{BLOCK}.sharded_checkpoints: a checkpoint would be gathered on rank 0, which takes "
-                f"{human_bytes(needed)} of its host ({human_bytes(free)} are free). Set it to True, with an "
-                "output_dir that all machines share."
-            )
-        if self._shards and asked is None:
-            why = "there are several machines"
-            if too_much:
-                why = (
-                    f"gathering takes {human_bytes(needed)} of rank 0's host, of which {human_bytes(free)} "
-                    "are free"
-                )
-            announce(
-                log,
-                f"Checkpoints are sharded, each rank writes its part: {why}.",
-                rank_zero=self._environment.ranks.is_zero,
-            )
-
-    def _see_the_same_folder(self) -> bool:
-        """Whether ``output_dir`` is one folder to all ranks."""
-        probe = self._output_dir / self._all.decide(lambda: f".shared.{uuid.uuid4().hex[:8]}")
-        self._all.decide(lambda: durable.write_durably(probe, b"?"))
-        until = time.monotonic() + _FOLDER_IS_SEEN_WITHIN
-        while not (seen := probe.exists()) and time.monotonic() < until:
-            time.sleep(0.1)
-            with suppress(OSError):
-                os.listdir(self._output_dir)  # network filesystems remember what was not there
-        seen_by_all = all(self._all.gather(seen))
-        if self._environment.ranks.is_zero:
-            probe.unlink()
-        return seen_by_all
+    # --- what is saved --------------------------------------------------------------------------------
 
     def _writer(self) -> ShardedCheckpoints:
         if self._sharded is None:
             self._sharded = ShardedCheckpoints(self._folder, self._all, self._environment.device)
         return self._sharded
-
-    # --- what is saved --------------------------------------------------------------------------------
 
     def _save_sharded(
         self,

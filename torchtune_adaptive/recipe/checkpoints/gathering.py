@@ -14,8 +14,6 @@ from torchtune import training
 
 _MOMENTS = 2
 """Tensors that optimizers keep for each trained parameter: Adam's. Few keep more, some keep fewer."""
-SHARE_OF_HOST = 4
-"""The part of the free memory of rank 0's host, as 1 / n, from which on checkpoints are not gathered."""
 
 
 def gathered_bytes(model: nn.Module) -> int:

@@ -86,7 +86,7 @@ class ShardedCheckpoints:
         except CheckpointError:
             self._abandon(name)
             raise
-        self._running = self._thread.submit(self._write, name, staged, facts, describe)
+        self._running = self._thread.submit(self._write_and_log, name, staged, facts, describe)
 
     def finish(self) -> None:
         """Wait for what is being written: before the next save, and before the run ends."""
@@ -140,9 +140,16 @@ class ShardedCheckpoints:
         try:
             written = self._written(name, state, describe)
             self._in_thread.decide(partial(self._publish, name, facts, written, describe))
-        except BaseException as error:
-            log.error(f"The checkpoint {name} could not be written: {reason(error)}.")
+        except BaseException:
             self._abandon(name)
+            raise
+
+    def _write_and_log(self, *arguments: Any) -> None:
+        """The same in the thread, whose error is raised at the next save, but should be known now."""
+        try:
+            self._write(*arguments)
+        except BaseException as error:
+            log.error(str(error))
             raise
 
     def _written(
