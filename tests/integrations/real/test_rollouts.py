@@ -29,7 +29,8 @@ from tests.integrations.real.ways import WAYS
 from torchtune_adaptive import TrainingOutOfMemory
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
-CLOSE = 1e-6
+CLOSE = 5e-6
+"""Rounding, most in gradient norms: the smallest difference depends on the CPU."""
 OF_GENERATION = (
     "num_tokens",
     "completions/mean_length",
@@ -123,8 +124,7 @@ def compare(name: str, way: str = "") -> dict[str, Any]:
 
 
 def check(name: str, seen: dict[str, Any]) -> None:
-    close = 5 * CLOSE if "lora" in name else CLOSE
-    assert all(each <= close for each in seen["apart"].values()), seen
+    assert all(each <= CLOSE for each in seen["apart"].values()), seen
     most = 4 if "several generations" in name else 8
     assert seen["sizes"]["searched"] == (most, most), seen
     assert seen["sizes"]["lost"][1] < 4, seen

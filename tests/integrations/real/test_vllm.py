@@ -36,7 +36,8 @@ from tests.integrations.real.ways import WAYS
 from torchtune_adaptive import TrainingOutOfMemory
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
-CLOSE = 1e-6
+CLOSE = 5e-6
+"""Rounding of gradient norms: on some CPUs 1.7e-6, and a tenth of it with a model in float64."""
 ASLEEP = {"vllm_enable_sleep_mode": True}
 SERVER = {"vllm_mode": "server", "vllm_server_timeout": 30.0}
 
@@ -156,8 +157,7 @@ def compare(name: str, way: str = "") -> dict[str, Any]:
 
 
 def check(name: str, seen: dict[str, Any]) -> None:
-    close = 5 * CLOSE if "lora" in name else CLOSE
-    assert all(each <= close for each in seen["apart"].values()), seen
+    assert all(each <= CLOSE for each in seen["apart"].values()), seen
     assert seen["searched"] == (8, 8) and seen["lost"][1] < 4, seen
     assert seen["others asked"] == [], seen  # in the same order, by the same numbers of prompts
 
