@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import pickle
 import platform
 import random
 import resource
@@ -28,6 +29,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from torchtune_adaptive.core.ranks.signs import Sign
 from torchtune_adaptive.core.ranks.star import Star
@@ -38,6 +46,7 @@ from torchtune_adaptive.core.step.snapshot import Generators
 RANKS = (8, 64, 1024, 4096)
 ROWS_PER_RANK = 16
 TIMES = 5
+TENSORS_OF_70B = 723
 PLAN = ("plan", "llama3_1/8B_full", "--no-what-ifs", "--gpu", "h100-80gb")
 
 
@@ -122,6 +131,40 @@ def ordering(rows: int, ranks: int, streaming: bool) -> tuple[float, float, floa
     return seconds, kept, median_of(lambda: share[1600:1616].tolist())
 
 
+def saving_plans(ranks: int) -> tuple[float, float]:
+    """Seconds of rank 0 to decide who writes what in a sharded checkpoint of 70B: in the first save, and in
+    later ones."""
+    properties, size = TensorProperties(dtype=torch.bfloat16), torch.Size([8192, 8192])
+    part = torch.Size([8192 // ranks, 8192])
+
+    def of_rank(rank: int) -> SavePlan:
+        offset = torch.Size([part[0] * rank, 0])
+        chunk = ChunkStorageMetadata(offset, part)
+        return SavePlan(
+            [
+                WriteItem(
+                    MetadataIndex(f"{kind}.layers.{number // 9}.{number % 9}.weight", offset),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(chunk, properties, size),
+                )
+                for number in range(TENSORS_OF_70B)
+                for kind in ("model", "exp_avg", "exp_avg_sq")
+            ]
+        )
+
+    # torch keeps plans by the name of the planner's class.
+    planner_class = type(f"For{ranks}", (DefaultSavePlanner,), {})
+    heard = [pickle.dumps(of_rank(rank)) for rank in range(ranks)]
+    same = [pickle.dumps(SavePlan([], usable=False))] * ranks
+    seconds = []
+    for plans in (heard, same):
+        planner = planner_class(flatten_state_dict=False, enable_plan_caching=True)
+        started = time.perf_counter()
+        planner.create_global_plan([pickle.loads(each) for each in plans])
+        seconds.append(time.perf_counter() - started)
+    return seconds[0], seconds[1]
+
+
 def plan(ranks: int) -> float:
     """Seconds of a plan."""
     started = time.perf_counter()
@@ -158,6 +201,9 @@ def main() -> None:
     row("signs of life, CPU of rank 0 in a beat, ms", [f"{1000 * r:.1f}" for _, r in beats])
     state = len(Generators(torch.device("cpu")).as_bytes())
     row("random states in a checkpoint, MB", [f"{state * ranks / 1e6:.2f}" for ranks in RANKS])
+    saves = [saving_plans(ranks) for ranks in RANKS[:-1]]  # more would take 10 GB
+    row("a sharded checkpoint of 70B planned, first save, s", [f"{s:.1f}" for s, _ in saves])
+    row("a sharded checkpoint of 70B planned, later saves, s", [f"{s:.1f}" for _, s in saves])
     if asked.plans:
         row(
             "plan of 8B full fine-tuning, without what-ifs, s",

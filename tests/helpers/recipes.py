@@ -16,7 +16,7 @@ import torch.compiler.config
 import torch.distributed as dist
 import torchtune
 from omegaconf import DictConfig, OmegaConf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torchtune import training
 
 from torchtune_adaptive.recipe import tiny
@@ -121,6 +121,18 @@ def run_torchtunes_single_device(kind: str, cfg: DictConfig) -> list[dict[str, f
     recipe.train()
     recipe.cleanup()
     return list(RECORDS)
+
+
+def in_files(assets: Path, number: int) -> dict[str, Any]:
+    """What makes a tiny config one of a model whose weights, in a folder of assets, are in so many files."""
+    [alone] = assets.glob("*.safetensors")
+    weights = load_file(alone)
+    alone.unlink()
+    names = [f"model-{each + 1:05}-of-{number:05}.safetensors" for each in range(number)]
+    for each, name in enumerate(names):
+        some = {key: weights[key] for key in sorted(weights)[each::number]}
+        save_file(some, assets / name, metadata={"format": "pt"})
+    return {"assets": str(assets), "checkpointer.checkpoint_files": names}
 
 
 def saved_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -24,6 +24,8 @@ from tests.helpers.runs import (
     Records,
     assert_found_by_trying,
     assert_same_end,
+    assert_same_records,
+    assert_same_weights,
     losses,
     undisturbed,
 )
@@ -139,6 +141,31 @@ def test_a_search_a_resumed_run_and_growth(kind: str, tmp_path: Path) -> None:
     }
     grown = train(kind, tmp_path / "grown", 2, **{**TWO, **limit, **growing})
     assert [step["global_batch_size"] for step in grown] == [8, 8, 16, 16]
+
+
+@on_ranks
+@pytest.mark.rotating
+@pytest.mark.parametrize("way", ["two parts", "with HSDP", "with tensor parallelism"])
+def test_sharded_checkpoints(way: str, tmp_path: Path) -> None:
+    """They continue as gathered ones do, and without parts of rows as well."""
+    ranks, changes = WAYS[way]
+    changes = {**CLIPS, **changes, "save_every_n_steps": 2, "keep_last_n_checkpoints": 9}
+    sharded = {"adaptive_batching.sharded_checkpoints": True}
+    whole, saved = tmp_path / "whole", "epoch_0_step_2"
+    expected = train("full", whole, ranks, **changes)
+    parts = train("full", tmp_path / "sharded", ranks, **changes, **sharded)
+    assert_same_records(parts, expected)
+    assert_same_weights(whole / "epoch_0", tmp_path / "sharded" / "epoch_0")
+    for again in ("same", "other"):
+        shutil.copytree(tmp_path / "sharded" / saved, tmp_path / again / saved)
+    assert_same_end(
+        train("full", tmp_path / "same", ranks, **changes, **sharded, **RESUME), expected
+    )
+    assert_same_weights(whole / "epoch_0", tmp_path / "same" / "epoch_0")
+    rows = int(expected[0]["global_batch_size"])
+    alone = {**CLIPS, "batch_size": rows, **sharded, **RESUME}
+    [last] = runs.train("full", tmp_path / "other", 1, **alone)
+    assert last["loss"] == pytest.approx(expected[-1]["loss"], rel=1e-5)
 
 
 @on_ranks

@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from tests.helpers.growing import WITHIN_EPOCHS
 from tests.helpers.killing import Copies, in_child, kill_at
 from tests.helpers.ranks import run_ranks, watch_ranks
-from tests.helpers.recipes import run_ours, tiny_config
+from tests.helpers.recipes import in_files, run_ours, tiny_config
 from tests.helpers.runs import (
     ASYNCHRONOUS,
     RESUME,
@@ -34,6 +34,7 @@ from tests.helpers.runs import (
     train,
     undisturbed,
 )
+from torchtune_adaptive.recipe import tiny
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
 
@@ -51,6 +52,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         {**SAVES, "adaptive_batching.sharded_checkpoints": "background"},
     ),
     "sharded, adapters": ("lora", 2, {**SAVES, **SHARDED}),
+    "sharded, weights in files": ("full", 2, {**SAVES, **SHARDED, "files": 3}),
     "lora": ("lora", 1, {**SAVES, "model.lora_dropout": 0.1}),
     "adapters only": ("lora", 1, {**SAVES, "save_adapter_weights_only": True}),
     "dora": ("lora", 1, {**SAVES, "model.use_dora": True}),
@@ -113,6 +115,11 @@ def test_wherever_a_run_is_killed_it_resumes_exactly(
     kind: str, ranks: int, changes: dict[str, Any], tmp_path: Path, exhaustive: bool, shard: int
 ) -> None:
     """The run that is copied is at once the one that nothing disturbs."""
+    changes = {**changes}
+    if files := changes.pop("files", None):
+        (tmp_path / "assets").mkdir()
+        tiny.make(tmp_path / "assets")
+        changes |= in_files(tmp_path / "assets", files)
     whole, every = tmp_path / "whole", 1 if exhaustive else 5
     cfg = tiny_config(kind, whole, **changes)
     copied = run_ranks(

@@ -6,8 +6,10 @@ of the two is imported with this module, which would take seconds.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -93,6 +95,23 @@ def wait_for(tensor: Any) -> None:
 
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor.trigger_wait()
+
+
+def files_of_weights(checkpointer: Any) -> int:
+    """The number of files that a checkpointer of torchtune's writes, once it has loaded weights."""
+    from torchtune.training import FullModelHFCheckpointer
+
+    if type(checkpointer) is not FullModelHFCheckpointer:
+        return 1
+    return len(set(checkpointer._weight_map.values()))
+
+
+def writing_one_file(checkpointer: Any, folder: Path) -> Any:
+    """A ``FullModelHFCheckpointer`` that writes into ``folder``, and all that it is given into one file."""
+    writer = copy.copy(checkpointer)
+    writer._output_dir = folder
+    writer._weight_map = defaultdict(lambda: "0001")
+    return writer
 
 
 def llama3_vision_tune_to_hf(*weights: Any, **sizes: Any) -> dict[str, Any]:

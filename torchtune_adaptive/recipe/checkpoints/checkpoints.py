@@ -44,7 +44,7 @@ from torchtune_adaptive.recipe.checkpoints.config_changes import (
     training_config,
 )
 from torchtune_adaptive.recipe.checkpoints.folder import STATE, CheckpointFolder
-from torchtune_adaptive.recipe.checkpoints.gathering import gathered_bytes, weights_in_a_file
+from torchtune_adaptive.recipe.checkpoints.gathering import gathered_bytes
 from torchtune_adaptive.recipe.checkpoints.how_to_save import saves_sharded
 from torchtune_adaptive.recipe.checkpoints.progress import CONFIG_KEY, Progress
 from torchtune_adaptive.recipe.checkpoints.resume_from import (
@@ -60,6 +60,7 @@ from torchtune_adaptive.recipe.checkpoints.sharded import (
     damage_in_share,
     training_state_of,
 )
+from torchtune_adaptive.recipe.checkpoints.weight_files import WeightFiles
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import Model
@@ -160,25 +161,25 @@ class Checkpoints(ABC):
             self._save_sharded(model, optimizers, progress, name, in_background)
             if progress.is_unfinished:
                 return
-        self._save_gathered(model, optimizers, progress, name)
+        if self._shards:
+            self._save_weights(model, progress, name)
+        else:
+            self._save_gathered(model, optimizers, progress, name)
 
     def save_weights(self, model: Model, optimizers: Optimizers, progress: Progress) -> None:
         """Save the weights of a run that ended between its last checkpoint, a sharded one, and them."""
         if self._source is None or self._source.sharded is None:
             return
-        self._shards = True
-        self._save_gathered(model, optimizers, progress, f"{progress.epochs_run - 1}")
+        self._save_weights(model, progress, f"{progress.epochs_run - 1}")
 
     def _save_gathered(
         self, model: Model, optimizers: Optimizers, progress: Progress, name: str
     ) -> None:
-        """Save what torchtune reads: the weights and, unless a sharded checkpoint has it, the run's state."""
+        """Save what torchtune reads, from rank 0."""
         started = time.perf_counter()
         log.info("Saving checkpoint. This may take some time. Retrieving full model state dict...")
-        weights = self._gathered(model, name)
+        weights = self._gathered(model)
         facts = self._facts(progress)
-        if self._shards:
-            facts["resumable"] = False
         state: dict[str, Any] = {}
         if facts["resumable"]:
             state = {**progress.state_dict(), ID_KEY: facts["id"]}
@@ -338,10 +339,8 @@ class Checkpoints(ABC):
             training.OPT_KEY: optimizers.saved.state_dict(),
         }
 
-    def _gathered(self, model: Model, name: str) -> dict[str, Any]:
+    def _gathered(self, model: Model) -> dict[str, Any]:
         """The weights that the checkpointer expects, on rank 0."""
-        if self._shards:
-            return self._gathered_in_a_file(model, f"epoch_{name}")
         environment = self._environment
         weights = training.gather_cpu_state_dict(
             model.module,
@@ -354,21 +353,37 @@ class Checkpoints(ABC):
             weights = {key: weight.clone() for key, weight in weights.items()}
         return weights
 
-    def _gathered_in_a_file(self, model: Model, name: str) -> dict[str, Any]:
-        environment, staging = self._environment, self._folder.staging
-        self._all.decide(lambda: staging.mkdir(parents=True, exist_ok=True))
+    def _save_weights(self, model: Model, progress: Progress, name: str) -> None:
+        """Save the weights of a sharded run in the usual format."""
+        started, staged = time.perf_counter(), f"epoch_{name}"
+        facts = {**self._facts(progress), "resumable": False}
+        describe = partial(self._unwritable, staged)
         weights = model.module.state_dict()
+        adapters = self._adapters(weights).get(training.ADAPTER_KEY, {})
         if self._adapters_only:
-            weights = get_adapter_state_dict(weights, device=None)
-        gathered, problem = dict[str, Any](), None
-        try:
-            gathered = weights_in_a_file(
-                weights, environment.ranks.is_zero, environment.device, staging
-            )
-        except OSError as error:
-            problem = error
-        self._all.raise_if_any(problem, partial(self._unwritable, name))
-        return gathered
+            weights = adapters
+        several = not self._adapters_only
+        files = WeightFiles(self._folder, self._all, self._checkpointer, several, weights)
+        gathered = files.gather(self._environment.device, adapters, describe)
+        if files.count == 1:
+            self._write(lambda: self.write_files(name, self._parts(gathered), {}, facts), staged)
+        else:
+            beside = self._adapters(gathered)
+
+            def parts(file: int) -> dict[str, Any]:
+                own = {training.MODEL_KEY: self._merged(files.of_file(file, gathered))}
+                return {**own, **beside} if file == 0 else own
+
+            self._write(lambda: self._folder.begin(staged), staged)
+            try:
+                written = files.write(staged, parts, describe)
+            except BaseException:
+                if self._environment.ranks.is_zero:
+                    self._folder.abandon(staged)
+                raise
+            self._write(lambda: self._folder.publish(staged, facts, written), staged)
+        seconds = time.perf_counter() - started
+        log.info(f"Saved the checkpoint {self._output_dir}/{staged} in {seconds:.2f} s.")
 
     def write_files(
         self, name: str, parts: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]
@@ -388,7 +403,7 @@ class Checkpoints(ABC):
         shutil.rmtree(beside, ignore_errors=True)
         self._folder.publish(staged.name, facts)
 
-    def _write(self, write: Callable[[], None], name: str) -> None:
+    def _write(self, write: Callable[[], object], name: str) -> None:
         """Write on rank 0, while the others wait."""
         problem, said = None, ""
         if self._environment.ranks.is_zero:
@@ -462,9 +477,20 @@ class Checkpoints(ABC):
     def _trained_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Those of the model's weights that are trained, by torchtune's key for them."""
 
-    @abstractmethod
     def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
         """What the checkpointer expects of the weights, on rank 0."""
+        parts = self._adapters(weights)
+        if not self._adapters_only:
+            parts[training.MODEL_KEY] = self._merged(weights)
+        return parts
+
+    @abstractmethod
+    def _merged(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """The weights of the trained model, of all of it or of whole layers; changes what it is given."""
+
+    @abstractmethod
+    def _adapters(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """What the checkpointer expects of adapters, if the model has some."""
 
 
 class FullCheckpoints(Checkpoints):
@@ -473,8 +499,11 @@ class FullCheckpoints(Checkpoints):
     def _trained_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         return {training.MODEL_KEY: weights}
 
-    def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
-        return {training.MODEL_KEY: weights}
+    def _merged(self, weights: dict[str, Any]) -> dict[str, Any]:
+        return weights
+
+    def _adapters(self, weights: dict[str, Any]) -> dict[str, Any]:
+        return {}
 
 
 class LoRACheckpoints(Checkpoints):
@@ -498,13 +527,14 @@ class LoRACheckpoints(Checkpoints):
     def _trained_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         return {training.ADAPTER_KEY: get_adapter_state_dict(weights, device=None)}
 
-    def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
-        parts = {
-            training.ADAPTER_KEY: get_adapter_state_dict(weights),
+    def _merged(self, weights: dict[str, Any]) -> dict[str, Any]:
+        merged: dict[str, Any] = get_merged_lora_ckpt(
+            weights, rank=self._adapter["r"], alpha=self._adapter["lora_alpha"]
+        )
+        return merged
+
+    def _adapters(self, weights: dict[str, Any]) -> dict[str, Any]:
+        return {
+            training.ADAPTER_KEY: get_adapter_state_dict(weights, device=None),
             training.ADAPTER_CONFIG: dict(self._adapter),
         }
-        if not self._adapters_only:
-            parts[training.MODEL_KEY] = get_merged_lora_ckpt(
-                weights, rank=self._adapter["r"], alpha=self._adapter["lora_alpha"]
-            )
-        return parts

@@ -1,10 +1,10 @@
-"""Gathering a model on rank 0's host: what it takes, and how to take less."""
+"""Gathering a model in host memory: what it takes, and how to take less."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,25 +24,29 @@ def gathered_bytes(model: nn.Module) -> int:
     return weights + _MOMENTS * trained
 
 
-def weights_in_a_file(
-    weights: Mapping[str, torch.Tensor], is_rank_zero: bool, device: torch.device, folder: Path
+def weights_in_files(
+    weights: Mapping[str, torch.Tensor],
+    keeps: Callable[[str], bool],
+    device: torch.device,
+    folder: Path,
 ) -> dict[str, torch.Tensor]:
-    """Whole weights, on rank 0, in memory that a file backs: the host can write it back and use it elsewhere.
+    """Whole weights in memory that files back: the host can write it back and use it elsewhere.
 
-    They are gathered one by one. The file has no name, so its space is free again with the last tensor.
+    They are gathered one by one. The files have no names, so their space is free again with the last tensor.
 
     Args:
         weights: those of a model, of which each rank may have a part.
+        keeps: whether this rank needs the weight of a name.
         folder: a folder on a filesystem with room for the weights.
 
     Raises:
-        OSError: on rank 0, after all have been gathered, if there is no room.
+        OSError: after all have been gathered, if this rank has no room.
     """
     gathered, problem = dict[str, torch.Tensor](), None
     for name, weight in weights.items():
         one = SimpleNamespace(state_dict=lambda name=name, weight=weight: {name: weight})
-        whole = training.gather_cpu_state_dict(one, is_rank_zero, device=device)
-        if is_rank_zero and problem is None:
+        whole = training.gather_cpu_state_dict(one, keeps(name), device=device)
+        if keeps(name) and problem is None:
             try:
                 gathered[name] = _in_a_file(whole[name], folder)
             except OSError as error:  # the others are gathering the next one

@@ -10,12 +10,17 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -33,6 +38,7 @@ log = logging.getLogger(__name__)
 TRAINING_STATE = "training_state.pt"
 """The file beside torch's with what torchtune's format has no place for."""
 _WRITERS = 4  # threads on each rank, each of which writes a file
+_planners = count()
 
 
 class ShardedCheckpoints:
@@ -53,6 +59,9 @@ class ShardedCheckpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._stager: DefaultStager | None = None
         self._running: Future[None] | None = None
+        # Rank 0 plans once who writes what, as that may take a minute. torch keeps plans by the name of the
+        # planner's class, and other runs in this process have others.
+        self._planner = type(f"Planner{next(_planners)}", (DefaultSavePlanner,), {})
 
     def save(
         self,
@@ -160,7 +169,9 @@ class ShardedCheckpoints:
         problem: BaseException | None = None
         try:
             writer = FileSystemWriter(folder, thread_count=_WRITERS, sync_files=False)
-            dcp.save(state, storage_writer=writer, process_group=self._in_thread.ranks.group)
+            planner = self._planner(enable_plan_caching=True)
+            group = self._in_thread.ranks.group
+            dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:  # on all ranks, if on one
             problem = error
         except BaseException as error:
