@@ -56,6 +56,7 @@ COUNTED = 5
 """The step whose calls are counted: sequences of collectives are recorded before."""
 WARM_UP = 6
 """Steps that are not timed: those in which the size is new to the processes that load data."""
+LARGER = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6}
 STEP = 16
 """Rows in a step of a process."""
 
@@ -155,9 +156,12 @@ def in_turns(pairs: int, train: Callable[[bool], Seen]) -> list[tuple[Seen, Seen
     return seen
 
 
-def healthy_steps(way: str, pairs: int, steps: int) -> list[tuple[Seen, Seen]]:
-    """The counts of a step of plain and ours, and then their times."""
+def healthy_steps(
+    way: str, config: dict[str, Any], pairs: int, steps: int
+) -> list[tuple[Seen, Seen]]:
+    """The counts of a step of plain and ours, and then their times; of a Llama of this size."""
     settings = dict(WAYS[way][1], gradient_accumulation_steps=4, data=texts("text", count=128))
+    settings["config"] = config
     if way.startswith("FSDP2"):
         fsdp2_on_cpu()
 
@@ -189,6 +193,15 @@ def collating(size: int, milliseconds: float, pairs: int, steps: int) -> list[tu
     return in_turns(pairs, train)
 
 
+TIMES = f"{'':24}{'plain, ms':>12}{'ours, ms':>12}{'time, ours / plain':>20}{'quartiles':>14}"
+
+
+def times(pairs: list[tuple[Seen, Seen]]) -> str:
+    """The milliseconds of a step of plain and of ours, and their ratio."""
+    plain, ours = (1000 * statistics.median(pair[at].seconds for pair in pairs) for at in (0, 1))
+    return f"{plain:12.0f}{ours:12.0f}{ratio(pairs).rjust(34)}"
+
+
 def ratio(pairs: list[tuple[Seen, Seen]]) -> str:
     """The times of ours / plain: the median of pairs, and the quartiles."""
     ratios = [ours.seconds / plain.seconds for plain, ours in pairs]
@@ -203,6 +216,12 @@ def main() -> None:
     arguments.add_argument("--rows_ms", type=float, default=4.0, help="to collate a row")
     asked = arguments.parse_args()
     steps = WARM_UP + asked.steps
+
+    def timed(way: str, ranks: int, config: dict[str, Any]) -> list[tuple[Seen, Seen]]:
+        seen: list[list[tuple[Seen, Seen]]]
+        seen = on_ranks(healthy_steps, ranks, way, config, asked.pairs, steps, timeout=900)
+        return seen[0]
+
     print(
         f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; SFTTrainer, tiny Llama, "
         f"4 x 4 rows a step; {asked.steps} steps a run, {asked.pairs} pairs\n"
@@ -213,30 +232,28 @@ def main() -> None:
     )
     print(f"{'on the host':>13}{'time, ours / plain':>20}{'quartiles':>12}", flush=True)
     for way, (ranks, _, _) in WAYS.items():
-        counted, *pairs = on_ranks(healthy_steps, ranks, way, asked.pairs, steps, timeout=900)[0]
+        counted, *pairs = timed(way, ranks, {})
         plain, ours = (sum(each.calls) for each in counted)
         theirs, own = ([each.collectives[at] for each in counted] for at in (0, 1))
         line = f"{way:24}{f'{plain} / {ours}':>17}{ours / plain:>14.2f}"
         line += f"{f'{theirs[0]} / {theirs[1]}':>14}{f'{own[0]} / {own[1]}':>13}"
         print(line + ratio(pairs).rjust(32), flush=True)
 
+    print(f"\nthe same, a Llama of 11 million parameters\n\n{TIMES}", flush=True)
+    for way, (ranks, _, _) in WAYS.items():
+        _, *pairs = timed(way, ranks, LARGER)
+        print(f"{way:24}" + times(pairs), flush=True)
+
     print(
         f"\nTrainer, {asked.rows_ms:g} ms to collate a row, {STEP} rows a step, loaded in batches of 4 by 2 "
         "processes\n"
     )
-    print(
-        f"{'':24}{'plain, ms':>12}{'ours, ms':>12}{'time, ours / plain':>20}{'quartiles':>14}",
-        end="",
-    )
+    print(TIMES, end="")
     print(f"{'rows collated in the training process':>40}", flush=True)
     for size in (4, 2, 8, 16):
         [pairs] = on_ranks(collating, 1, size, asked.rows_ms, asked.pairs, steps, timeout=900)
-        plain_ms, ours_ms = (
-            1000 * statistics.median(pair[at].seconds for pair in pairs) for at in (0, 1)
-        )
         collated = max(ours.collated for _, ours in pairs)
-        line = f"{f'micro-batch {size}':24}{plain_ms:>12.0f}{ours_ms:>12.0f}"
-        print(line + ratio(pairs).rjust(34) + f"{collated:>40}", flush=True)
+        print(f"{f'micro-batch {size}':24}{times(pairs)}{collated:>40}", flush=True)
 
 
 if __name__ == "__main__":
