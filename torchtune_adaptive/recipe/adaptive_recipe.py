@@ -47,7 +47,7 @@ class AdaptiveRecipe(FTRecipeInterface):
             return
         model, frozen, optimizers = self._load(cfg)
         if not run.progress.is_unfinished:
-            checkpoints.save_weights(model, optimizers, run.progress)
+            checkpoints.save_weights(model, run.progress)
             log.info(str(Finished(str(cfg.checkpointer.output_dir), run.progress.epochs_run)))
             return
         objective = kind.objective(model.module, frozen)

@@ -166,7 +166,7 @@ class Checkpoints(ABC):
         else:
             self._save_gathered(model, optimizers, progress, name)
 
-    def save_weights(self, model: Model, optimizers: Optimizers, progress: Progress) -> None:
+    def save_weights(self, model: Model, progress: Progress) -> None:
         """Save the weights of a run that ended between its last checkpoint, a sharded one, and them."""
         if self._source is None or self._source.sharded is None:
             return

@@ -122,16 +122,16 @@ class WeightFiles:
         except Exception as error:
             problem = error
         self._all.raise_if_any(problem, describe)
-        all_of_them = _Written()
+        everyones = _Written()
         for each in self._all.gather(mine):
-            all_of_them.add(each)
+            everyones.add(each)
         try:
             if self._all.ranks.is_zero:
-                _write_index(folder, all_of_them)
+                _write_index(folder, everyones)
         except OSError as error:
             problem = error
         self._all.raise_if_any(problem, describe)
-        return all_of_them.files
+        return everyones.files
 
     def of_file(self, number: int, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The weights of a file, taken out of those that were gathered, so that memory is free after it."""
