@@ -201,7 +201,7 @@ def main() -> None:
     row("signs of life, CPU of rank 0 in a beat, ms", [f"{1000 * r:.1f}" for _, r in beats])
     state = len(Generators(torch.device("cpu")).as_bytes())
     row("random states in a checkpoint, MB", [f"{state * ranks / 1e6:.2f}" for ranks in RANKS])
-    saves = [saving_plans(ranks) for ranks in RANKS[:-1]]  # more would take 10 GB
+    saves = [saving_plans(ranks) for ranks in RANKS[:-1]]  # not of the most: that takes minutes
     row("a sharded checkpoint of 70B planned, first save, s", [f"{s:.1f}" for s, _ in saves])
     row("a sharded checkpoint of 70B planned, later saves, s", [f"{s:.1f}" for _, s in saves])
     if asked.plans:

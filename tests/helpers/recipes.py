@@ -123,8 +123,13 @@ def run_torchtunes_single_device(kind: str, cfg: DictConfig) -> list[dict[str, f
     return list(RECORDS)
 
 
-def in_files(assets: Path, number: int) -> dict[str, Any]:
-    """What makes a tiny config one of a model whose weights, in a folder of assets, are in so many files."""
+def in_files(folder: Path, number: int) -> dict[str, Any]:
+    """What makes a tiny config one of a model whose weights are in so many files; of ``quantised``'s in the
+    same folder, if that is there."""
+    assets = folder / "assets"
+    if not assets.exists():
+        assets.mkdir()
+        tiny.make(assets)
     [alone] = assets.glob("*.safetensors")
     weights = load_file(alone)
     alone.unlink()

@@ -34,7 +34,6 @@ from tests.helpers.runs import (
     train,
     undisturbed,
 )
-from torchtune_adaptive.recipe import tiny
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
 
@@ -117,9 +116,7 @@ def test_wherever_a_run_is_killed_it_resumes_exactly(
     """The run that is copied is at once the one that nothing disturbs."""
     changes = {**changes}
     if files := changes.pop("files", None):
-        (tmp_path / "assets").mkdir()
-        tiny.make(tmp_path / "assets")
-        changes |= in_files(tmp_path / "assets", files)
+        changes |= in_files(tmp_path, files)
     whole, every = tmp_path / "whole", 1 if exhaustive else 5
     cfg = tiny_config(kind, whole, **changes)
     copied = run_ranks(

@@ -14,6 +14,7 @@ from tests.integrations.real.trainers import (
     SEARCHING,
     Loss,
     apart,
+    assert_near,
     evenness,
     fsdp2_on_cpu,
     llama,
@@ -29,8 +30,7 @@ from tests.integrations.real.ways import WAYS
 from torchtune_adaptive import TrainingOutOfMemory
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
-CLOSE = 5e-6
-"""Rounding, most in gradient norms: the smallest difference depends on the CPU."""
+CLOSE = 1e-6
 OF_GENERATION = (
     "num_tokens",
     "completions/mean_length",
@@ -124,7 +124,8 @@ def compare(name: str, way: str = "") -> dict[str, Any]:
 
 
 def check(name: str, seen: dict[str, Any]) -> None:
-    assert all(each <= CLOSE for each in seen["apart"].values()), seen
+    for distances in seen["apart"].values():
+        assert_near(distances)
     most = 4 if "several generations" in name else 8
     assert seen["sizes"]["searched"] == (most, most), seen
     assert seen["sizes"]["lost"][1] < 4, seen
@@ -136,7 +137,7 @@ def check(name: str, seen: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_one_process(name: str) -> None:
     [seen] = on_ranks(compare, 1, name)
-    assert seen["apart"]["equal"] == 0 and seen["same weights"], seen
+    assert not any(seen["apart"]["equal"].values()) and seen["same weights"], seen
     check(name, seen)
 
 
@@ -151,14 +152,14 @@ def test_two_ranks(name: str, way: str) -> None:
         check(name, seen)
 
 
-def with_dropout() -> tuple[float, bool]:
+def with_dropout() -> tuple[bool, bool]:
     settings = {"config": {"attention_dropout": 0.1}, "num_iterations": 2}
     plain, ours = (trained("grpo", options, **settings) for options in (None, AS_CONFIGURED))
-    return apart(ours, plain), torch.equal(ours.weights, plain.weights)
+    return any(apart(ours, plain).values()), torch.equal(ours.weights, plain.weights)
 
 
 def test_dropout_is_on_where_the_plain_trainer_has_it_on() -> None:
-    assert on_ranks(with_dropout, 1) == [(0.0, True)]
+    assert on_ranks(with_dropout, 1) == [(False, True)]
 
 
 def not_even_one_row() -> str:

@@ -20,6 +20,7 @@ from tests.integrations.real.trainers import (
     Loss,
     Result,
     apart,
+    assert_near,
     fsdp2_on_cpu,
     llama,
     lora,
@@ -36,8 +37,6 @@ from tests.integrations.real.ways import WAYS
 from torchtune_adaptive import TrainingOutOfMemory
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
-CLOSE = 5e-6
-"""Rounding of gradient norms: on some CPUs 1.7e-6, and a tenth of it with a model in float64."""
 ASLEEP = {"vllm_enable_sleep_mode": True}
 SERVER = {"vllm_mode": "server", "vllm_server_timeout": 30.0}
 
@@ -157,7 +156,8 @@ def compare(name: str, way: str = "") -> dict[str, Any]:
 
 
 def check(name: str, seen: dict[str, Any]) -> None:
-    assert all(each <= CLOSE for each in seen["apart"].values()), seen
+    for distances in seen["apart"].values():
+        assert_near(distances)
     assert seen["searched"] == (8, 8) and seen["lost"][1] < 4, seen
     assert seen["others asked"] == [], seen  # in the same order, by the same numbers of prompts
 
@@ -165,7 +165,7 @@ def check(name: str, seen: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_one_process(name: str) -> None:
     [seen] = on_ranks(compare, 1, name)
-    assert seen["apart"]["equal"] == 0 and seen["same weights"], seen
+    assert not any(seen["apart"]["equal"].values()) and seen["same weights"], seen
     check(name, seen)
 
 

@@ -11,7 +11,6 @@ import logging
 import shutil
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,11 +20,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torchtune import config, training
-from torchtune.modules.peft import (
-    get_adapter_state_dict,
-    get_lora_module_names,
-    get_merged_lora_ckpt,
-)
 from torchtune.training import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.common import (
@@ -61,6 +55,7 @@ from torchtune_adaptive.recipe.checkpoints.sharded import (
     training_state_of,
 )
 from torchtune_adaptive.recipe.checkpoints.weight_files import WeightFiles
+from torchtune_adaptive.recipe.checkpoints.weights import Weights
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import Model
@@ -72,16 +67,21 @@ ID_KEY = "checkpoint_id"
 """The key in the recipe state of the checkpoint that it belongs to."""
 
 
-class Checkpoints(ABC):
+class Checkpoints:
     """What a run starts from, and what it saves.
+
+    Args:
+        epochs: those of the run.
+        weights: which of the model's weights are saved, and how.
 
     Raises:
         CheckpointError: there is nothing that could be resumed from, or nowhere to save.
     """
 
-    _adapters_only = False
-
-    def __init__(self, asked: Asked, environment: Environment, epochs: int) -> None:
+    def __init__(
+        self, asked: Asked, environment: Environment, epochs: int, weights: Weights
+    ) -> None:
+        self._weights = weights
         self._asked = asked
         self._epochs = epochs
         self._environment = environment
@@ -186,7 +186,7 @@ class Checkpoints(ABC):
             state[training.OPT_KEY] = self._optimizer_state(model, optimizers)
 
         def write() -> None:
-            parts, lost = self._parts(weights), ""
+            parts, lost = self._weights.parts(weights), ""
             try:
                 self.write_files(name, parts, state, facts)
             except Exception as error:
@@ -335,7 +335,7 @@ class Checkpoints(ABC):
     def _trained(self, model: Model, optimizers: Optimizers) -> dict[str, Any]:
         """What training has changed, as each rank has it."""
         return {
-            **self._trained_weights(model.module.state_dict()),
+            **self._weights.trained(model.module.state_dict()),
             training.OPT_KEY: optimizers.saved.state_dict(),
         }
 
@@ -346,7 +346,7 @@ class Checkpoints(ABC):
             model.module,
             environment.ranks.is_zero,
             device=environment.device,
-            adapter_weights_only=self._adapters_only,
+            adapter_weights_only=self._weights.adapters_only,
         )
         if environment.device.type == "cpu":
             # These may be the parameters themselves, which merging adapters would change.
@@ -358,32 +358,38 @@ class Checkpoints(ABC):
         started, staged = time.perf_counter(), f"epoch_{name}"
         facts = {**self._facts(progress), "resumable": False}
         describe = partial(self._unwritable, staged)
-        weights = model.module.state_dict()
-        adapters = self._adapters(weights).get(training.ADAPTER_KEY, {})
-        if self._adapters_only:
-            weights = adapters
-        several = not self._adapters_only
-        files = WeightFiles(self._folder, self._all, self._checkpointer, several, weights)
-        gathered = files.gather(self._environment.device, adapters, describe)
+        files = WeightFiles(self._all, self._checkpointer, self._weights, model.module.state_dict())
+        self._all.decide(lambda: self._folder.staging.mkdir(parents=True, exist_ok=True))
+        gathered = files.gather(self._environment.device, self._folder.staging, describe)
         if files.count == 1:
-            self._write(lambda: self.write_files(name, self._parts(gathered), {}, facts), staged)
+            parts = partial(self._weights.parts, gathered)
+            self._write(lambda: self.write_files(name, parts(), {}, facts), staged)
         else:
-            beside = self._adapters(gathered)
-
-            def parts(file: int) -> dict[str, Any]:
-                own = {training.MODEL_KEY: self._merged(files.of_file(file, gathered))}
-                return {**own, **beside} if file == 0 else own
-
-            self._write(lambda: self._folder.begin(staged), staged)
-            try:
-                written = files.write(staged, parts, describe)
-            except BaseException:
-                if self._environment.ranks.is_zero:
-                    self._folder.abandon(staged)
-                raise
-            self._write(lambda: self._folder.publish(staged, facts, written), staged)
+            self._write_in_files(files, gathered, staged, facts)
         seconds = time.perf_counter() - started
         log.info(f"Saved the checkpoint {self._output_dir}/{staged} in {seconds:.2f} s.")
+
+    def _write_in_files(
+        self,
+        files: WeightFiles,
+        gathered: dict[str, torch.Tensor],
+        staged: str,
+        facts: dict[str, Any],
+    ) -> None:
+        self._write(lambda: self._folder.begin(staged), staged)
+        folder = self._folder.staging / staged
+        try:
+            written = files.write(folder, gathered, partial(self._unwritable, staged))
+        except BaseException:
+            if self._environment.ranks.is_zero:
+                self._folder.abandon(staged)
+            raise
+
+        def publish() -> None:
+            written.write_index(folder)
+            self._folder.publish(staged, facts, written.files)
+
+        self._write(publish, staged)
 
     def write_files(
         self, name: str, parts: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]
@@ -394,7 +400,7 @@ class Checkpoints(ABC):
             {**state, **parts},
             epoch=name,
             intermediate_checkpoint=bool(state),
-            adapter_only=self._adapters_only,
+            adapter_only=self._weights.adapters_only,
         )
         # torchtune 0.6.1 keeps the state there, its main branch with the weights.
         beside = self._folder.staging / "recipe_state"
@@ -472,69 +478,3 @@ class Checkpoints(ABC):
                 "between epochs",
                 "Use another optimizer, one rank, or epochs=1 without save_every_n_steps",
             )
-
-    @abstractmethod
-    def _trained_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Those of the model's weights that are trained, by torchtune's key for them."""
-
-    def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """What the checkpointer expects of the weights, on rank 0."""
-        parts = self._adapters(weights)
-        if not self._adapters_only:
-            parts[training.MODEL_KEY] = self._merged(weights)
-        return parts
-
-    @abstractmethod
-    def _merged(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """The weights of the trained model, of all of it or of whole layers; changes what it is given."""
-
-    @abstractmethod
-    def _adapters(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """What the checkpointer expects of adapters, if the model has some."""
-
-
-class FullCheckpoints(Checkpoints):
-    """Checkpoints of a model whose weights are all trained."""
-
-    def _trained_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
-        return {training.MODEL_KEY: weights}
-
-    def _merged(self, weights: dict[str, Any]) -> dict[str, Any]:
-        return weights
-
-    def _adapters(self, weights: dict[str, Any]) -> dict[str, Any]:
-        return {}
-
-
-class LoRACheckpoints(Checkpoints):
-    """Checkpoints of adapters, and of the model that they are merged into."""
-
-    def __init__(self, asked: Asked, environment: Environment, epochs: int) -> None:
-        super().__init__(asked, environment, epochs)
-        self._adapters_only = asked["save_adapter_weights_only"]
-        model = asked.cfg.model
-        self._adapter = {
-            "r": model.lora_rank,
-            "lora_alpha": model.lora_alpha,
-            "target_modules": get_lora_module_names(
-                list(model.lora_attn_modules),
-                model.apply_lora_to_mlp,
-                model.get("apply_lora_to_output", False),
-            ),
-            "peft_type": "LORA",
-        }
-
-    def _trained_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
-        return {training.ADAPTER_KEY: get_adapter_state_dict(weights, device=None)}
-
-    def _merged(self, weights: dict[str, Any]) -> dict[str, Any]:
-        merged: dict[str, Any] = get_merged_lora_ckpt(
-            weights, rank=self._adapter["r"], alpha=self._adapter["lora_alpha"]
-        )
-        return merged
-
-    def _adapters(self, weights: dict[str, Any]) -> dict[str, Any]:
-        return {
-            training.ADAPTER_KEY: get_adapter_state_dict(weights, device=None),
-            training.ADAPTER_CONFIG: dict(self._adapter),
-        }

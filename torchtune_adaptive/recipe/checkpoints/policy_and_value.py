@@ -18,7 +18,7 @@ from torch import nn
 from torchtune import training
 
 from torchtune_adaptive.common import durable, not_essential
-from torchtune_adaptive.recipe.checkpoints.checkpoints import FullCheckpoints
+from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.resume_from import weights_in
 
 POLICY, VALUE = "policy", "value"
@@ -79,7 +79,7 @@ class _Both:
             shutil.rmtree(beside, ignore_errors=True)  # or a full disk would stay full
 
 
-class PolicyAndValueCheckpoints(FullCheckpoints):
+class PolicyAndValueCheckpoints(Checkpoints):
     """Checkpoints of a policy and a value model."""
 
     def build_checkpointer(self) -> Any:

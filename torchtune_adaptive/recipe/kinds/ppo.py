@@ -17,6 +17,7 @@ from torchtune_adaptive.recipe.checkpoints.policy_and_value import (
     PolicyAndValueCheckpoints,
     of_model,
 )
+from torchtune_adaptive.recipe.checkpoints.weights import AllWeights
 from torchtune_adaptive.recipe.data.rows import Rows
 from torchtune_adaptive.recipe.kinds.generating import Generating, Prompts
 from torchtune_adaptive.recipe.kinds.recipe_kind import Full
@@ -48,7 +49,7 @@ class PPO(Generating, Full):
     # --- models -----------------------------------------------------------------------------------
 
     def checkpoints(self) -> Checkpoints:
-        return PolicyAndValueCheckpoints(self.asked, self.environment, self.epochs)
+        return PolicyAndValueCheckpoints(self.asked, self.environment, self.epochs, AllWeights())
 
     def model_without_weights(self, sharding: Sharding = AS_IT_IS) -> PolicyAndValue:
         policy, value = (

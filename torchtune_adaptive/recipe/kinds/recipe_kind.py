@@ -16,11 +16,8 @@ from torchtune import training
 from torchtune.modules.peft import disable_adapter
 
 from torchtune_adaptive.core import NextTokenPrediction, Objective
-from torchtune_adaptive.recipe.checkpoints.checkpoints import (
-    Checkpoints,
-    FullCheckpoints,
-    LoRACheckpoints,
-)
+from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
+from torchtune_adaptive.recipe.checkpoints.weights import AdapterWeights, AllWeights
 from torchtune_adaptive.recipe.data.few_lengths import FewLengths
 from torchtune_adaptive.recipe.data.rows import Rows, TokenRows
 from torchtune_adaptive.recipe.settings.asked import Asked
@@ -125,7 +122,7 @@ class Full(RecipeKind):
     """Full finetuning: every weight is trained."""
 
     def checkpoints(self) -> Checkpoints:
-        return FullCheckpoints(self.asked, self.environment, self.epochs)
+        return Checkpoints(self.asked, self.environment, self.epochs, AllWeights())
 
     def model_without_weights(self, sharding: Sharding = AS_IT_IS) -> nn.Module:
         return full_model(self.asked, self.environment, self.prepare, sharding)
@@ -138,7 +135,8 @@ class LoRA(RecipeKind):
     """LoRA, DoRA and QLoRA finetuning: adapters are trained, the model stays as it is."""
 
     def checkpoints(self) -> Checkpoints:
-        return LoRACheckpoints(self.asked, self.environment, self.epochs)
+        weights = AdapterWeights(self.asked)
+        return Checkpoints(self.asked, self.environment, self.epochs, weights)
 
     def model_without_weights(self, sharding: Sharding = AS_IT_IS) -> nn.Module:
         return lora_model(self.asked, self.environment, self.prepare, sharding)
