@@ -139,7 +139,7 @@ def test_a_step_is_split_into_as_few_and_equal_parts_as_can_be(
     largest: int, accumulation: int
 ) -> None:
     for rows in range(accumulation, 60):
-        split = Split.of_rows(rows, 1, largest, accumulation)
+        split = Split.of(rows, 1, largest, accumulation)
         micro_batch, parts = split.micro_batch, split.accumulation
         assert micro_batch <= largest and (parts - 1) * micro_batch < rows <= parts * micro_batch
         if rows % accumulation == 0 and rows // accumulation <= largest:

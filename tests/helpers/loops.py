@@ -128,7 +128,7 @@ class Training:
         events = Events(folder)
         micro_batches = ByRows("none")
         growth = Growth(
-            self.split, self.split.micro_batch, None, False, order.rows_per_rank, self.ranks
+            self.split, self.split.micro_batch, None, False, order.per_epoch, self.ranks
         )
         rate = LearningRate(optimizers, falling, 0, "none", False, self.split.global_batch)
         environment = Environment(torch.device("cpu"), torch.float32, Alone(self.ranks.size))

@@ -42,7 +42,7 @@ def report(**changes: Any) -> SearchReport:
         "device": "H100",
         "headroom": 0.05,
         "seconds": 12.34,
-        "rows_per_rank": 640,
+        "samples": 1280,
         "lr": 2e-5,
         "limit": None,
     }

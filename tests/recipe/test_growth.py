@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from tests.helpers.ranks import Alone, run_ranks
-from torchtune_adaptive.common.errors import BatchIncreaseError
+from torchtune_adaptive.common.errors import BatchIncreaseError, ConfigError
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.sizes.split import Epochs, Split
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
@@ -37,7 +37,7 @@ def growth(grow: Any, *, start: Split = ALONE, **settings: Any) -> Growth:
             "largest": 8,
             "grow": grow,
             "past_memory": False,
-            "rows_per_epoch": 100,
+            "samples": 100 * start.ranks,
             "ranks": Alone(start.ranks),
             **settings,
         }
@@ -142,18 +142,50 @@ def test_a_saved_growth_goes_on() -> None:
 def test_a_first_batch_whose_last_micro_batch_is_smaller_is_resumed_with_its_rows() -> None:
     saved = growth(Geometric(), start=Split(3, 2, 2, rows=5)).state()
     assert saved.start_on(1, 8) == Split(5, 2, 1, rows=10)
-    assert replace(saved, start_rows=None).start_on(1, 8).rows == 12  # as older files are read
-    assert growth(Geometric(), start=Split(3, 2, 2)).state().start_rows is None
+    assert replace(saved, first_batch=None).start_on(1, 8).rows == 12
+    assert growth(Geometric(), start=Split(3, 2, 2)).state().first_batch is None
 
 
 def test_after_a_detour_over_other_ranks_the_first_batch_is_as_it_was() -> None:
     first = growth(None, start=Split(8, 1, 2)).state()
     detour = first.start_on(1, 8)
     assert detour == Split(8, 2, 1)
-    alone = growth(None, start=detour, first=first.decided).state()
+    alone = growth(None, start=detour, began=first).state()
     assert (alone.decided, alone.start_on(1, 8)) == ([8, 1, 2], detour)
-    back = growth(None, start=alone.start_on(2, 8), first=alone.decided)
+    back = growth(None, start=alone.start_on(2, 8), began=alone)
     assert back.split == Split(8, 1, 2) and back.state() == first
+
+
+@pytest.mark.parametrize("asking", [rfc, Geometric(1.3)], ids=["rfc", "1.3"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("largest", [3, 8, 100])
+@pytest.mark.parametrize("past_memory", [False, True])
+def test_on_other_ranks_it_grows_as_on_those_that_it_began_with(
+    asking: Any, ranks: int, largest: int, past_memory: bool
+) -> None:
+    def course(resumed_on: int | None) -> list[int]:
+        how: dict[str, Any] = {"past_memory": past_memory, "samples": 400}
+        growing = growth(asking, start=Split(2, 2, 4), **how)
+        batches = []
+        for epoch in range(8):
+            if epoch in (2, 5) and resumed_on is not None:
+                on = resumed_on if epoch == 2 else 4
+                saved, fits = growing.state(), largest if epoch == 2 else 8
+                start = saved.start_on(on, fits)
+                how["largest"] = fits
+                growing = growth(asking, start=start, began=saved, **how)
+                growing.resume(saved)
+            growing.as_epoch_begins(epoch, 0)
+            current = growing.split.global_batch
+            growing.before_step(Moment(0, float(epoch), 16, current))
+            split = growing.split
+            assert split.micro_batch <= (largest if resumed_on and 2 <= epoch < 5 else 8)
+            assert (split.rows - 1) * split.ranks < split.global_batch <= split.rows * split.ranks
+            batches.append(split.global_batch)
+        return batches
+
+    undisturbed = course(None)
+    assert undisturbed[-1] > undisturbed[0] and course(ranks) == undisturbed
 
 
 @pytest.mark.parametrize(
@@ -171,13 +203,14 @@ def test_a_config_with_another_batch_than_the_run_began_with_wins(
     assert growth(None, start=Split(4, 1, 2)).state().keeps(configured) is kept
 
 
-def test_other_ranks_keep_the_global_batch_or_say_that_they_cannot() -> None:
+def test_other_ranks_keep_the_global_batch() -> None:
     start = growth(Geometric(), start=Split(2, 2, 3)).state().start
-    assert Split.resumed(math.prod(start), 2, 8, start[1]) == Split(3, 2, 2)
-    with pytest.raises(
-        BatchIncreaseError, match=r"12 samples, which 5 ranks cannot share.*: 1, 2, 3, 4, 6, 12\."
-    ):
-        Split.resumed(math.prod(start), 5, 8, start[1])
+    assert Split.of(math.prod(start), 2, 8, start[1]) == Split(3, 2, 2)
+    uneven = Split.of(math.prod(start), 5, 8, start[1])
+    assert uneven == Split(2, 2, 5, rows=3, global_batch=12)
+    assert uneven.text() == "micro-batch 2 x accumulation 2 x 5 ranks, the last ones smaller"
+    with pytest.raises(ConfigError, match=r"batch_size: 12 is all rows of a step, and not one for each"):
+        Split.of(math.prod(start), 13, 8, start[1])
 
 
 class TestLearningRate:

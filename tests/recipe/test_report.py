@@ -55,7 +55,7 @@ def test_the_report_gives_the_choice_and_its_reason() -> None:
 
 @pytest.mark.parametrize(("rows", "warned"), [(639, True), (640, False)])
 def test_few_steps_per_epoch_are_a_warning(rows: int, warned: bool) -> None:
-    text = report(rows_per_rank=rows, split=Split(8, 4, 2)).text()
+    text = report(samples=2 * rows, split=Split(8, 4, 2)).text()
     assert ("Warning: only 19 optimizer steps per epoch." in text) is warned
 
 

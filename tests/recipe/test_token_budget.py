@@ -42,11 +42,11 @@ def test_a_compiled_model_sees_few_lengths_and_nothing_is_over_budget() -> None:
                     for i in portion.sample_ids
                 ]
                 batch = padded_collate_sft(rows, padding_idx=PADDING, ignore_idx=IGNORED)  # type: ignore[arg-type]
-                packer.finish(portion, batch)  # type: ignore[arg-type]
+                packer.finish(batch)  # type: ignore[arg-type]
                 count, length = batch["tokens"].shape
                 seen.add(length)
                 assert count <= budget.rows(length)
-                real = 0 if portion.weightless else sum(lengths[i] for i in portion.sample_ids)
+                real = sum(lengths[i] for i in portion.sample_ids)
                 assert int((batch["labels"] != IGNORED).sum()) == real
                 assert batch["labels"].shape == batch["tokens"].shape
                 longest = max(lengths[i] for i in portion.sample_ids)
@@ -60,9 +60,6 @@ def test_a_rank_without_rows_runs_one_that_weighs_nothing() -> None:
     assert [len(each) for each in portions] == [1, 1, 1]
     ((empty,),) = [each for each in portions if each[0].weightless]
     assert empty.sample_ids == [1], "the shortest will do"
-    batch = {"tokens": torch.ones(1, 20, dtype=torch.long), "labels": torch.ones(1, 20)}
-    packer.finish(empty, batch)
-    assert bool((batch["labels"] == IGNORED).all())
 
 
 @pytest.mark.parametrize(

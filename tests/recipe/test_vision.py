@@ -128,9 +128,9 @@ def test_the_fastest_configuration_on_cuda_does_not_offload() -> None:
     assert run_ranks(with_torchvision, 1, fastest_on_a_card) == [({None}, 1)]
 
 
-def losses(run: Any, kind: str, folder: Path, **changes: Any) -> list[float]:
+def losses(run: Any, kind: str, folder: Path, ranks: int = 2, **changes: Any) -> list[float]:
     cfg = tiny_config(kind, folder, **changes)
-    [steps, *_] = run_ranks(with_torchvision, 2, run, kind.split("_")[0], cfg, join=False)
+    [steps, *_] = run_ranks(with_torchvision, ranks, run, kind.split("_")[0], cfg, join=False)
     return runs.losses(steps)
 
 
@@ -143,6 +143,16 @@ def test_a_search_finds_a_size_and_leaves_no_trace(tmp_path: Path, kind: str) ->
     assert report["images_per_row"] == 2 and report["tiles_per_image"] == 4
     told = losses(run_ours, kind, tmp_path / "told", batch_size=report["batch_size"])
     assert found == told and len(found) == 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["full_vision", "lora_vision"])
+def test_ranks_that_do_not_divide_the_batch_change_no_step(tmp_path: Path, kind: str) -> None:
+    changes = {"batch_size": 1, "gradient_accumulation_steps": 4, "save_every_n_steps": 1}
+    whole = losses(run_ours, kind, tmp_path / "whole", **changes)
+    first = runs.stopped_after(1, tmp_path / "whole", tmp_path / "first")
+    uneven = losses(run_ours, kind, first, 3, **changes, **runs.RESUME)
+    assert uneven == pytest.approx(whole[1:], rel=1e-5)
 
 
 @pytest.mark.rotating

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ByTokens,
         MicroBatch,
         MicroBatches,
+        Weightless,
     )
     from torchtune_adaptive.core.rows.order import SampleOrder
     from torchtune_adaptive.core.search import strategies

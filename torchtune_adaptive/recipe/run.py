@@ -281,7 +281,7 @@ class Run:
         if saved is None or not saved.growth.keeps(configured):
             return configured
         # What a micro-batch of the config takes has fitted, so none is larger.
-        return Split.resumed(saved.growth.first_global_batch, ranks, configured.micro_batch, 1)
+        return Split.of(saved.growth.first_global_batch, ranks, configured.micro_batch, 1)
 
     def _lengths(self, data: Data, asked: Asked) -> RowLengths:
         return RowLengths(

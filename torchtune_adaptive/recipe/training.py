@@ -152,9 +152,9 @@ class Training:
             batch.largest,
             self.grow,
             settings.grow_past_memory,
-            epochs.samples // batch.start.ranks,
+            epochs.samples,
             self.kind.environment.ranks,
-            saved.growth.decided if saved and goes_on else None,
+            saved.growth if saved and goes_on else None,
         )
         used = 0
         if saved:

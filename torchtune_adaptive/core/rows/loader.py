@@ -18,7 +18,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from torchtune_adaptive.core.private import end_workers
-from torchtune_adaptive.core.rows.micro_batches import MicroBatch, MicroBatches, Portion
+from torchtune_adaptive.core.rows.micro_batches import (
+    MicroBatch,
+    MicroBatches,
+    Portion,
+    Weightless,
+)
 from torchtune_adaptive.core.rows.order import SampleOrder
 
 
@@ -47,16 +52,17 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """There is nothing to restore."""
 
-    def bring(self, steps: Iterable[list[Portion]]) -> Iterator[tuple[MicroBatch, dict[str, Any]]]:
+    def bring(self, steps: Iterable[list[Portion]]) -> Iterator[tuple[MicroBatch, Any]]:
         """Load the samples of each portion as one micro-batch."""
         # Twice: once to fetch, ahead if there are workers, and once to say what has come.
         fetched, brought = tee(portion for portions in steps for portion in portions)
         samples = (portion.sample_ids for portion in fetched)
         batches = self.batches(self.dataset, samples, self.collate, self.num_workers)
         for portion, batch in zip(brought, batches, strict=True):
-            self.micro_batches.finish(portion, batch)
+            self.micro_batches.finish(batch)
             ids = () if portion.weightless else tuple(portion.sample_ids)
-            yield MicroBatch(ids, batch["tokens"].numel()), batch
+            tokens = batch["tokens"].numel()
+            yield MicroBatch(ids, tokens), Weightless(batch) if portion.weightless else batch
 
     @staticmethod
     def batches(
@@ -115,22 +121,29 @@ class EpochRows:
 
     def __init__(self, loader: Loader, epoch: int, used: int = 0) -> None:
         self._loader = loader
-        # A rank that divides its own samples alone does it as if there were no others.
-        alone = not loader.micro_batches.needs_all_ranks
-        mine = (loader.rank, loader.ranks) if alone else (0, 1)
-        self._samples = loader.order.share(epoch, *mine, used)  # those that are left
-        self._begun, self._sharers = used, mine[1]
-        self._rank, self._ranks = (0, 1) if alone else (loader.rank, loader.ranks)
+        self._epoch = epoch
         self.used = used
         """Samples used so far, over all ranks."""
         self.loaded: list[MicroBatch] = []
         """The micro-batches of the last step that have been loaded so far."""
         self._running: tuple[int, int, int] | None = None
         """The step that micro-batches are being loaded for, its samples and the size of its portions."""
+        self._know(alone=not loader.micro_batches.needs_all_ranks)
 
-    def step(self, samples: int, size: int) -> Iterator[dict[str, Any]]:
+    def _know(self, alone: bool) -> None:
+        """Keep the samples that are left: this rank's ``alone``, or those of all ranks."""
+        # A rank that divides its own samples alone does it as if there were no others.
+        rank, ranks = self._loader.rank, self._loader.ranks
+        mine = (rank, ranks) if alone else (0, 1)
+        self._samples = self._loader.order.share(self._epoch, *mine, self.used)
+        self._begun, self._sharers = self.used, mine[1]
+        self._rank, self._ranks = (0, 1) if alone else (rank, ranks)
+
+    def step(self, samples: int, size: int) -> Iterator[Any]:
         """This rank's share of the next ``samples``, in portions of ``size``; the last may be smaller."""
         if self._running != (self.used, samples, size):
+            if samples % self._sharers:  # or the next step's samples are dealt out from another rank on
+                self._know(alone=False)
             # Each step is divided once: for its samples to be fetched, and for their number to be known.
             to_fetch, self._steps_to_come = tee(self._steps(self.used, samples, size))
             self._micro_batches = self._loader.bring(to_fetch)
@@ -155,7 +168,6 @@ class EpochRows:
 
     def _steps(self, used: int, samples: int, size: int) -> Iterator[list[Portion]]:
         """The portions of each full step; samples that do not fill one are left out."""
-        assert samples % self._sharers == 0, "ranks share a step equally"
         divide = self._loader.micro_batches.portions
         while used + samples <= self._loader.order.per_epoch:
             first, last = ((at - self._begun) // self._sharers for at in (used, used + samples))

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import torch.nn.functional as F
 
 from torchtune_adaptive.core.sizes.packing import Budget, pack
@@ -24,7 +23,15 @@ class Portion:
 
     sample_ids: list[int]
     weightless: bool = False
-    """Whether it only runs so that this rank takes part in the collectives; nothing is learned from it."""
+    """Whether it becomes a ``Weightless`` one."""
+
+
+@dataclass(frozen=True)
+class Weightless:
+    """A batch that only runs so that this rank takes part in the collectives of the others. Nothing is
+    learned from it, and it does not count."""
+
+    batch: Any
 
 
 @dataclass(frozen=True)
@@ -72,14 +79,15 @@ class MicroBatches(ABC):
     def divide(
         self, lengths: Sequence[Sequence[int]], size: int, rank: int, done: int = 0
     ) -> list[Sequence[int]]:
-        """A rank's micro-batches of rows that it alone has, as positions; see ``Budget.micro_batches``."""
+        """A rank's micro-batches of rows that it alone has, as positions; see ``Budget.micro_batches``. They
+        are as many on every rank, so some are empty where it has fewer rows than others."""
 
     @abstractmethod
     def change(self, before: int, after: int, split: Split) -> dict[str, tuple[int, int]]:
         """The quantities that a change of the size means to the user, each before and after."""
 
-    def finish(self, portion: Portion, batch: dict[str, Any]) -> None:  # noqa: B027 - nothing to do
-        """Change a collated batch in place: pad it, or take its weight away."""
+    def finish(self, batch: dict[str, Any]) -> None:  # noqa: B027 - nothing to do
+        """Change a collated batch in place: pad it."""
 
     def metrics(self, step: Sequence[MicroBatch]) -> dict[str, float]:
         """The numbers to log about a step."""
@@ -106,21 +114,23 @@ class ByRows(MicroBatches):
         return candidates(self.rounding, split.micro_batch, split.rows)
 
     def portions(self, step: list[int], size: int, rank: int, ranks: int) -> list[Portion]:
-        mine = step[rank::ranks]
-        return [Portion(mine[i : i + size]) for i in range(0, len(mine), size)]
+        mine, most = step[rank::ranks], -(-len(step) // ranks)
+        parts = [mine[i : i + size] for i in range(0, most, size)]
+        return [Portion(part) if part else Portion(mine[:1], weightless=True) for part in parts]
 
     def of_all_ranks(self, step: list[int], size: int, ranks: int) -> list[list[int]]:
         return [
             each.sample_ids
             for rank in range(ranks)
             for each in self.portions(step, size, rank, ranks)
+            if not each.weightless
         ]
 
     def divide(
         self, lengths: Sequence[Sequence[int]], size: int, rank: int, done: int = 0
     ) -> list[Sequence[int]]:
-        rows = range(len(lengths[rank]))
-        return [rows[i : i + size] for i in range(done, len(rows), size)]
+        rows, most = range(len(lengths[rank])), max(map(len, lengths))
+        return [rows[i : i + size] for i in range(done, most, size)]
 
     def change(self, before: int, after: int, split: Split) -> dict[str, tuple[int, int]]:
         return {
@@ -186,9 +196,7 @@ class ByTokens(MicroBatches):
     def change(self, before: int, after: int, split: Split) -> dict[str, tuple[int, int]]:
         return {"token_budget": (before, after)}
 
-    def finish(self, portion: Portion, batch: dict[str, Any]) -> None:
-        if portion.weightless:
-            batch["labels"] = torch.full_like(batch["labels"], self.ignored)
+    def finish(self, batch: dict[str, Any]) -> None:
         length = batch["tokens"].shape[-1]
         missing = _rounded_up(self.buckets, length) - length
         if missing > 0:

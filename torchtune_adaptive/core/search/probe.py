@@ -159,10 +159,10 @@ class Probe:
         if outcome.lost:
             return outcome.failures[self.step.ranks.rank]
         if outcome.weight == 0:
-            rows = counted(self.step.objective.rows(micro_batches[0]), "row")
+            rows = counted(self.step.rows(micro_batches[0]), "row")
             raise EmptyTrial(
                 f"A trial of {rows} predicted no token, so it says nothing about memory. Check that the "
                 "dataset's rows have two tokens or more, and that collate_fn keeps their labels."
             )
-        self.observe(self.step.objective.rows(micro_batches[0]), outcome)
+        self.observe(self.step.rows(micro_batches[0]), outcome)
         return None

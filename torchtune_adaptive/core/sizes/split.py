@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from torchtune_adaptive.common import BatchIncreaseError, ConfigError, counted
+from torchtune_adaptive.common import ConfigError, counted
 
 Rounding = Literal["power_of_two", "divisor", "none"]
 
@@ -35,44 +35,43 @@ class Split:
     accumulation: int
     ranks: int
     rows: int = 0
-    """Rows on each rank; given where the last micro-batch is smaller than the others."""
+    """Rows on each rank; given where the last micro-batch is smaller than the others. Where ranks do not
+    divide the global batch, some have one row less."""
+    global_batch: int = 0
+    """Rows of all ranks; given where ranks do not divide it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", self.rows or self.micro_batch * self.accumulation)
-
-    @property
-    def global_batch(self) -> int:
-        return self.rows * self.ranks
+        object.__setattr__(self, "global_batch", self.global_batch or self.rows * self.ranks)
 
     @classmethod
-    def of_rows(cls, rows: int, ranks: int, largest: int, accumulation: int) -> Split:
-        """The split of ``rows`` on each rank: no more micro-batches than are needed, as equal as can be, and
-        no fewer than configured, so that a growing batch widens its micro-batches first."""
-        accumulation = max(accumulation, -(-rows // largest))
-        micro_batch = -(-rows // accumulation)
-        return cls(micro_batch, -(-rows // micro_batch), ranks, rows)
-
-    @classmethod
-    def resumed(cls, global_batch: int, ranks: int, largest: int, accumulation: int) -> Split:
-        """The split of a global batch that a checkpoint has, on another number of ranks.
+    def of(cls, global_batch: int, ranks: int, largest: int, accumulation: int) -> Split:
+        """The split of a global batch: no more micro-batches than are needed, as equal as can be, and no
+        fewer than ``accumulation``, so that a growing batch widens its micro-batches first.
 
         Raises:
-            BatchIncreaseError: the ranks cannot share it equally.
+            ConfigError: there are fewer rows than ranks.
         """
-        rows, left = divmod(global_batch, ranks)
-        if left or not rows:
-            work = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
-            nearest = sorted(sorted(work, key=lambda n: abs(n - ranks))[:6])
-            raise BatchIncreaseError(
-                f"The checkpoint's global batch is {counted(global_batch, 'sample')}, which {ranks} ranks "
-                "cannot share equally. Resume on a number of ranks that divides it: "
-                f"{', '.join(map(str, nearest))}."
+        if global_batch < ranks:
+            raise ConfigError(
+                "batch_size",
+                global_batch,
+                f"is all rows of a step, and not one for each of {counted(ranks, 'rank')}",
+                "Use fewer ranks",
             )
-        return cls.of_rows(rows, ranks, largest, accumulation)
+        rows = -(-global_batch // ranks)
+        accumulation = max(accumulation, -(-rows // largest))
+        micro_batch = -(-rows // accumulation)
+        return cls(micro_batch, -(-rows // micro_batch), ranks, rows, global_batch)
+
+    def in_micro_batches(self, size: int) -> Split:
+        """The same rows, in micro-batches of another size."""
+        return replace(self, micro_batch=size, accumulation=-(-self.rows // size))
 
     def text(self) -> str:
-        ranks = counted(self.ranks, "rank")
-        return f"micro-batch {self.micro_batch} x accumulation {self.accumulation} x {ranks}"
+        ranks, most = counted(self.ranks, "rank"), self.micro_batch * self.accumulation
+        uneven = ", the last ones smaller" if most * self.ranks > self.global_batch else ""
+        return f"micro-batch {self.micro_batch} x accumulation {self.accumulation} x {ranks}{uneven}"
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from torchtune_adaptive.core.ranks.supported import (
     sharers_of,
     wrapped_in,
 )
+from torchtune_adaptive.core.rows.micro_batches import Weightless
 from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import Exchange, ForwardDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import Failures, StepHalfApplied, drop_unfinished
@@ -311,8 +312,12 @@ class TrainStep:
         summed, weight = self._summed_loss(batch)
         self._exchange.add(summed, weight)
         if self._noise.on:
-            self._noise.after_forward(weight, self.objective.rows(batch))
+            self._noise.after_forward(weight, self.rows(batch))
         self._graph = summed.loss
+
+    def rows(self, batch: Batch) -> int:
+        """The rows of a micro-batch that count."""
+        return 0 if isinstance(batch, Weightless) else self.objective.rows(batch)
 
     def to_device(self, batch: Batch) -> Batch:
         """A micro-batch on the device."""
@@ -427,6 +432,10 @@ class TrainStep:
 
     def _summed_loss(self, batch: Batch) -> tuple[Summed, int]:
         """The loss of a micro-batch that is on the host, and its weight."""
+        if isinstance(batch, Weightless):
+            summed, _ = self._summed_loss(batch.batch)
+            metrics = summed.metrics and {n: torch.zeros_like(v) for n, v in summed.metrics.items()}
+            return Summed(summed.loss * 0.0, metrics=metrics), 0
         weight = self.objective.weight(batch)
         loss = self.objective.summed_loss(self._run_model, self.to_device(batch), weight)
         summed = loss if isinstance(loss, Summed) else Summed(loss)
@@ -536,7 +545,7 @@ class TrainStep:
 
 
 def _shape_of(batch: Batch) -> Hashable:
-    shape = shape_of(batch)
+    shape = shape_of(batch.batch if isinstance(batch, Weightless) else batch)
     if not shape:
         raise UsageError(
             f"batch: there is no tensor in {type(batch).__name__}, and the shapes of tensors tell what a "

@@ -30,10 +30,12 @@ class GrowthState:
     decisions: list[list[int]]
     """Samples and global batch, at each change."""
     schedule: dict[str, Any]
-    start_rows: int | None = None
-    """Rows of each rank in the first batch, where its last micro-batch has fewer than the others."""
     first: list[int] | None = None
     """The same of that batch when it was decided on, if that was on other ranks."""
+    first_batch: int | None = None
+    """The samples of that batch, where they are not the product of ``start``."""
+    most: int | None = None
+    """The global batch that it may grow to, where other ranks found ``largest``."""
 
     @property
     def decided(self) -> list[int]:
@@ -43,17 +45,23 @@ class GrowthState:
     @property
     def first_global_batch(self) -> int:
         micro_batch, accumulation, ranks = self.start
-        return (self.start_rows or micro_batch * accumulation) * ranks
+        return self.first_batch or micro_batch * accumulation * ranks
+
+    @property
+    def most_global_batch(self) -> int:
+        """The global batch that the run may grow to, on any ranks; past it, only by accumulation."""
+        micro_batch, accumulation, ranks = self.start
+        return self.most or (self.largest or micro_batch) * accumulation * ranks
 
     def start_on(self, ranks: int, largest: int) -> Split:
         """The batch that the run began with, on another number of ranks."""
         # From the accumulation that was decided on: fewer ranks need more of it, and it would stay.
-        return Split.resumed(self.first_global_batch, ranks, largest, self.decided[1])
+        return Split.of(self.first_global_batch, ranks, largest, self.decided[1])
 
     def now_on(self, ranks: int, largest: int) -> Split:
         """The batch as it has grown, on another number of ranks."""
         start = self.start_on(ranks, largest)
-        return Split.resumed(self.global_batch, ranks, largest, start.accumulation)
+        return Split.of(self.global_batch, ranks, largest, start.accumulation)
 
     def keeps(self, configured: Split) -> bool:
         """Whether a config asks for the batch that the run began with, had the ranks not changed."""
@@ -100,7 +108,7 @@ class TrainingState:
         written = {"version": VERSION, **vars(self), "growth": dict(vars(self.growth))}
         # Older versions do not know these, and can read what needs none of them.
         for part, newer in (
-            (written["growth"], ("start_rows", "first")),
+            (written["growth"], ("first", "first_batch", "most")),
             (written, ("rollouts", "dealt_to")),
         ):
             for name in newer:
@@ -129,7 +137,10 @@ class TrainingState:
                 values["recovery"] = {"relief": 0, **recovery, "given_up": given_up}
             if chosen := values["knobs"]:
                 values["knobs"] = {_FORMER_KEYS.get(key, key): chosen[key] for key in chosen}
-            return cls(**{**values, "growth": GrowthState(**values["growth"])})
+            growth = {**values["growth"]}
+            if rows := growth.pop("start_rows", None):  # of each rank, in version 0.2.0
+                growth["first_batch"] = rows * growth["start"][2]
+            return cls(**{**values, "growth": GrowthState(**growth)})
         except (KeyError, TypeError, ValueError) as wrong:
             raise CheckpointError(
                 f"The checkpoint's training state is damaged ({type(wrong).__name__}: {wrong}). Resume from "

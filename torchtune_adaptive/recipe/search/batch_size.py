@@ -93,7 +93,7 @@ def find_micro_batch(
         device=prober.step.memory.name,
         headroom=settings.headroom,
         seconds=time.perf_counter() - started,
-        rows_per_rank=rows.per_rank,
+        samples=rows.order.per_epoch,
         lr=prober.asked.cfg.optimizer.get("lr"),
         limit=limit.reason if largest == sizes[-1] else None,
         validation=validation,
@@ -175,7 +175,6 @@ def possible_sizes(settings: AdaptiveSettings, configured: Split, most: int) -> 
 
 def split_for(settings: AdaptiveSettings, configured: Split, size: int) -> Split:
     """How a step is put together with micro-batches of ``size`` rows."""
-    accumulation = configured.accumulation
     if settings.keep_global_batch:
-        accumulation = configured.rows // size
-    return Split(size, accumulation, configured.ranks)
+        return configured.in_micro_batches(size)
+    return Split(size, configured.accumulation, configured.ranks)

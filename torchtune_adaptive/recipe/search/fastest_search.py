@@ -200,7 +200,7 @@ class _Trials:
         """The batch with this choice."""
         configured = self.rows.configured
         size = choice.get(knobs.MICRO_BATCH, configured.micro_batch)
-        return Split(size, configured.rows // size, configured.ranks)
+        return configured.in_micro_batches(size)
 
     @property
     def last(self) -> SizeTrial:

@@ -24,6 +24,7 @@ from torchtune_adaptive.core import (
     Split,
     TrainStep,
     Watchdog,
+    Weightless,
 )
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
@@ -59,8 +60,8 @@ class RowsToTry:
 
     @property
     def per_rank(self) -> int:
-        """The rows that each rank has in an epoch."""
-        return self.order.per_epoch // self.configured.ranks
+        """The most rows that a rank has in an epoch."""
+        return -(-self.order.per_epoch // self.configured.ranks)
 
     @cached_property
     def first_samples(self) -> list[int]:
@@ -87,10 +88,17 @@ class _Fresh(Sequence[Batch]):
         return len(self._batches)
 
     def __getitem__(self, index: Any) -> Any:
-        return {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in self._batches[index].items()
-        }
+        batch: Any = self._batches[index]
+        if isinstance(batch, Weightless):
+            return Weightless(_copied(batch.batch))
+        return _copied(batch)
+
+
+def _copied(batch: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
 
 
 @dataclass(frozen=True)

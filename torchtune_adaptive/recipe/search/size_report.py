@@ -39,8 +39,8 @@ class SearchReport(Report):
     device: str
     headroom: float
     seconds: float
-    rows_per_rank: int
-    """Rows that each rank has in an epoch."""
+    samples: int
+    """Samples of all ranks in an epoch."""
     lr: float | None
     """The learning rate of the config, which no search changes."""
     limit: str | None
@@ -65,7 +65,7 @@ class SearchReport(Report):
         return reason(self.result, self.sample, self.limit)
 
     def steps_per_epoch(self, split: Split) -> int:
-        return self.rows_per_rank // split.rows
+        return self.samples // split.global_batch
 
     def consequences(self) -> list[str]:
         """What a changed global batch means for training."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -37,8 +37,9 @@ class Growth:
         largest: the largest micro-batch that fits, as the search found it; None if there was none.
         grow: the schedule or function that asks for more; None where the batch stays.
         past_memory: True to accumulate gradients where the micro-batch cannot grow any more.
-        rows_per_epoch: the rows that a rank may use in an epoch; one step must remain.
-        first: micro-batch, accumulation and ranks of ``start`` when it was decided on, on other ranks.
+        samples: those that an epoch may use; one step must remain.
+        began: how the run began, where it is resumed. On other ranks, too, the batch grows as it would have
+            on those.
     """
 
     def __init__(
@@ -47,20 +48,24 @@ class Growth:
         largest: int | None,
         grow: Schedule | IncreaseFunction | None,
         past_memory: bool,
-        rows_per_epoch: int,
+        samples: int,
         ranks: Ranks,
-        first: list[int] | None = None,
+        began: GrowthState | None = None,
     ) -> None:
         self.start = start
-        self._first = first
         self.largest = start.micro_batch if largest is None else largest
         self._was_found = largest is not None
         self.split = start
         self.schedule = grow if isinstance(grow, Schedule) else None
         self._function = None if isinstance(grow, Schedule) else grow
         self._past_memory = past_memory
-        self._rows_per_epoch = rows_per_epoch
+        self._samples = samples
         self._ranks = ranks
+        self._first = [*_parts(start)] if began is None else began.decided
+        _, accumulation, ranks_then = self._first
+        self._unit = accumulation * ranks_then
+        """Samples by which one more in each micro-batch of the first ranks makes the global batch grow."""
+        self._most = self.largest * self._unit if began is None else began.most_global_batch
         self.decisions: list[list[int]] = []
         """Samples and global batch, of each change."""
 
@@ -70,34 +75,34 @@ class Growth:
         """Ask the user's function; what has changed, if anything has."""
         if self._function is None:
             return None
-        current = self.split.rows // self.start.accumulation
+        current = self.split.global_batch // self._unit
         increment = self._ask_all_ranks(self._function, epoch, current)
         if increment == 0:
             return None
-        if not self._past_memory and current + increment > self.largest:
+        wanted = (current + increment) * self._unit
+        if not self._past_memory and wanted > self._most:
             log.warning(
                 f"{_name(self._function)} asks for a batch size of {current} + {increment} in epoch {epoch}; "
-                f"the largest that fits is {self.largest}, so it stays at {current}. "
+                f"the largest that fits is {self._most // self._unit}, so it stays at {current}. "
                 "(Set adaptive_batching.grow_past_memory=True to grow further by accumulation.)"
             )
             return None
-        return self._change((current + increment) * self.start.accumulation, samples)
+        return self._change(wanted, samples)
 
     def before_step(self, now: Moment) -> Grown | None:
         """Ask the schedule; what has changed, if anything has."""
         if self.schedule is None:
             return None
-        return self._change(self.schedule.global_batch(now) // self.start.ranks, now.samples)
+        return self._change(self.schedule.global_batch(now), now.samples)
 
-    def _change(self, rows: int, samples: int) -> Grown | None:
-        limit = self._rows_per_epoch
-        if not self._past_memory:
-            limit = min(limit, self.largest * self.start.accumulation)
-        rows = min(rows, limit)
-        if rows <= self.split.rows:  # a batch never shrinks
+    def _change(self, wanted: int, samples: int) -> Grown | None:
+        most = self._samples if self._past_memory else min(self._samples, self._most)
+        global_batch = min(wanted, most)
+        global_batch -= global_batch % self._first[2]  # equal shares, of the ranks that the run began with
+        if global_batch <= self.split.global_batch:  # a batch never shrinks
             return None
         before, start = self.split, self.start
-        self.split = Split.of_rows(rows, start.ranks, self.largest, start.accumulation)
+        self.split = Split.of(global_batch, start.ranks, self.largest, start.accumulation)
         self.decisions.append([samples, self.split.global_batch])
         return Grown(before, self.split, samples, _name(self.schedule or self._function))
 
@@ -153,18 +158,17 @@ class Growth:
         return steps
 
     def state(self) -> GrowthState:
-        start = self.start
-        as_saved = [start.micro_batch, start.accumulation, start.ranks]
-        is_even = start.rows == start.micro_batch * start.accumulation
-        return GrowthState(
-            start=as_saved,
-            start_rows=None if is_even else start.rows,
-            first=None if self._first in (None, as_saved) else self._first,
+        start, parts = self.start, _parts(self.start)
+        state = GrowthState(
+            start=[*parts],
+            first=None if [*parts] == self._first else self._first,
+            first_batch=None if start.global_batch == math.prod(parts) else start.global_batch,
             global_batch=self.split.global_batch,
             largest=self.largest if self._was_found else None,
             decisions=self.decisions,
             schedule=self.schedule.state_dict() if self.schedule else {},
         )
+        return state if state.most_global_batch == self._most else replace(state, most=self._most)
 
     def resume(self, saved: GrowthState) -> None:
         """Continue from a saved state, on the same number of ranks or another."""
@@ -172,6 +176,10 @@ class Growth:
         if self.schedule is not None:
             self.schedule.load_state_dict(saved.schedule)
         self.split = saved.now_on(self.start.ranks, self.largest)
+
+
+def _parts(split: Split) -> tuple[int, int, int]:
+    return split.micro_batch, split.accumulation, split.ranks
 
 
 def _trouble(answer: Any) -> str | None:

@@ -335,7 +335,7 @@ class TrainingLoop:
         split, size = self.adaptation.split, self.runner.size
         if self.loader.micro_batches.unit is not None or size >= split.micro_batch:
             return split
-        return Split(size, -(-split.rows // size), split.ranks, split.rows)
+        return split.in_micro_batches(size)
 
     def _next_time(self) -> str:
         """The overrides to begin with the memory that steps take now, where it ran out; else nothing."""
