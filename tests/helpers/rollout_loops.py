@@ -46,12 +46,13 @@ def rollouts(
     prompts: int = 4,
     epochs: int = 1,
     mini_batch: int | None = None,
+    began: int | None = None,
     begun: list[Any] | None = None,
     micro_batches: MicroBatches | None = None,
     **more: Any,
 ) -> Rollouts:
-    """Rollouts of ten prompts, whose responses are made of a row's index; the rows of each step are added to
-    ``begun``."""
+    """Rollouts of ten prompts, by default of a run that began with these ranks. Responses are made of a row's
+    index; the rows of each step are added to ``begun``."""
     memory = SimpleNamespace(release=lambda: None)
     begin = lambda rows, total: None if begun is None else begun.append(rows)  # noqa: E731
     objective = SimpleNamespace(begin=begin)
@@ -63,7 +64,8 @@ def rollouts(
         )
 
     response = lambda row: Response(torch.tensor([row.index % 7 + 2, 1]), True)  # noqa: E731
-    sizes = RolloutSizes(prompts, samples=2, epochs=epochs, max_new=3, mini_batch=mini_batch)
+    shares = {"began": ranks if began is None else began, "ranks": ranks}
+    sizes = RolloutSizes(prompts, 2, epochs, max_new=3, mini_batch=mini_batch, **shares)
     phases = Phases(
         phase("generation", response),
         SimpleNamespace(padding_id=0),  # type: ignore[arg-type]
@@ -73,7 +75,7 @@ def rollouts(
     )
     dataset = [{"tokens": [2] * (n % 3 + 1), "answer": str(n)} for n in range(10)]
     given: dict[str, Any] = {
-        "order": SampleOrder(10, ranks, shuffle=True),
+        "order": SampleOrder(10, sizes.began, shuffle=True),
         "limit": None,
         "seed": 1,
         "judge": ByFunctions(of(f"{__name__}.length"), samples=2),

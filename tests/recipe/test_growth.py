@@ -209,7 +209,9 @@ def test_other_ranks_keep_the_global_batch() -> None:
     uneven = Split.of(math.prod(start), 5, 8, start[1])
     assert uneven == Split(2, 2, 5, rows=3, global_batch=12)
     assert uneven.text() == "micro-batch 2 x accumulation 2 x 5 ranks, the last ones smaller"
-    with pytest.raises(ConfigError, match=r"batch_size: 12 is all rows of a step, and not one for each"):
+    with pytest.raises(
+        ConfigError, match=r"batch_size: 12 is all rows of a step, and not one for each"
+    ):
         Split.of(math.prod(start), 13, 8, start[1])
 
 

@@ -12,6 +12,7 @@ from tests.helpers.recipes import quantised, tiny_config
 from tests.helpers.runs import (
     BIN,
     RESUME,
+    Records,
     after,
     assert_same_records,
     assert_same_steps,
@@ -177,9 +178,77 @@ def test_a_detour_over_ranks_that_do_not_divide_the_batch_changes_no_step(
             assert one[key] == other[key], key
 
 
+ROLLOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("grpo", {"batch_size": 2, "grpo_samples": 3, "ppo_epochs": 2, "num_steps": 4}),
+    "grpo, one by one": (
+        "grpo_lora",
+        {
+            **{"batch_size": 2, "grpo_samples": 2, "num_steps": 4},
+            "gradient_accumulation_steps": 4,
+            "loss._component_": "torchtune_adaptive.recipe.kinds.grpo.GRPOSimpleLoss",
+        },
+    ),
+    "grpo, searched": (
+        "grpo",
+        {
+            **{"batch_size": 2, "grpo_samples": 3, "num_steps": 4},
+            "use_maximum_batch_size": True,
+            "adaptive_batching.memory_limit": "24MiB",
+        },
+    ),
+    "grpo, in tokens": (
+        "grpo",
+        {
+            **{"batch_size": 2, "grpo_samples": 3, "num_steps": 4},
+            **{"use_maximum_batch_size": True, "adaptive_batching.token_budget": True},
+            "adaptive_batching.memory_limit": "24MiB",
+        },
+    ),
+    "ppo": (
+        "ppo",
+        {
+            **{"dataset.split": "train[:16]", "batch_size": 4, "ppo_batch_size": 2},
+            **{"num_steps": 24, "gradient_accumulation_steps": 2},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "run", ["grpo", *(pytest.param(run, marks=pytest.mark.exhaustive) for run in [*ROLLOUTS][1:])]
+)
+def test_a_detour_over_ranks_with_unequal_rollouts_changes_no_step(
+    run: str, tmp_path: Path
+) -> None:
+    kind, changes = ROLLOUTS[run]
+    changes = {**EVERY_STEP_SAVED, "max_generated_tokens": 8, **changes}
+    del changes["max_steps_per_epoch"], changes["epochs"]
+    whole, expected = undisturbed(kind, 2, **changes)
+    saved = sorted(
+        int(path.name.rpartition("_")[2]) for path in whole.glob("epoch_*_step_*") if path.is_dir()
+    )
+    steps = [record for record in expected if "loss" in record]
+    first = stopped_after(saved[0], whole, tmp_path / "first")
+    uneven = train(kind, first, 3, **changes, **RESUME)
+    assert_same_rollouts(uneven, after(saved[0], steps))
+    second = stopped_after(saved[1], first, tmp_path / "second")
+    both = train(kind, second, 2, **changes, **RESUME)
+    assert_same_rollouts(both, after(saved[1], steps))
+
+
+def assert_same_rollouts(records: Records, expected: Records) -> None:
+    """The same responses and rewards, and losses up to rounding."""
+    for one, other in zip(records, expected, strict=True):
+        for key in ("step", "global_batch_size", "samples_seen", "lr", "num_stop_tokens"):
+            assert one[key] == other[key], key
+        for key in one.keys() & {"rewards", "successes", "response_lengths", "scores", "kl"}:
+            assert one[key] == pytest.approx(other[key], rel=1e-5), key
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.exhaustive
 def test_fewer_rows_than_ranks_are_refused_in_one_line(tmp_path: Path) -> None:
-    changes = {**EVERY_STEP_SAVED, **ODD, "batch_size": 1}
+    changes = {**EVERY_STEP_SAVED, "batch_size": 1, "dataset.split": "train[:8]"}
     stopped = stopped_after(2, undisturbed("full", 2, **changes)[0], tmp_path / "out")
     cfg = tiny_config("full", stopped, **changes, **RESUME)
     cfg.metric_logger = {"_component_": "torchtune.training.metric_logging.StdoutLogger"}

@@ -19,7 +19,6 @@ from torchtune_adaptive.common.errors import CheckpointError, ConfigError
 from torchtune_adaptive.recipe.checkpoints.policy_and_value import _Both, joined, of_model
 from torchtune_adaptive.recipe.registry import load_config, our_recipe_for
 from torchtune_adaptive.recipe.rollout.judging import ByModel
-from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.rollout.rows import Row, draws, shuffled
 from torchtune_adaptive.recipe.rollout_run import RolloutRun
 from torchtune_adaptive.recipe.settings.asked import Asked
@@ -82,7 +81,10 @@ def test_the_number_of_prompts_says_how_many_epochs_there_are(
     rows = SimpleNamespace(training=range(23))
     monkeypatch.setattr(RolloutRun.__mro__[1], "read_rows", lambda self: rows)
     assert run.read_rows() is rows and "epochs" not in cfg
-    assert run._limit() == 5 // ranks and run.progress.total_epochs == run.kind.epochs == epochs
+    assert (
+        run._limit(8 * ranks) == 5 // ranks
+        and run.progress.total_epochs == run.kind.epochs == epochs
+    )
     cfg.num_steps = 7
     with pytest.raises(ConfigError, match="num_steps: 7 counts prompts, and a rollout has"):
         run.read_rows()
@@ -91,7 +93,7 @@ def test_the_number_of_prompts_says_how_many_epochs_there_are(
 def test_a_resumed_run_needs_rollouts_and_steps_of_the_same_size() -> None:
     run: Any = object.__new__(RolloutRun)
     run.ranks = Alone(2)
-    sizes = RolloutSizes(8, 1, 1, 16, mini_batch=4)
+    run.asked = Asked.of(config("tiny/ppo", "batch_size=8", "ppo_batch_size=4"), "ppo")
     for rows, batch, said in (
         (32, 8, "rollouts have 32 rows, and the config's 16: batch_size 8 x 2 ranks"),
         (16, 16, "steps have 16 rows, and the config's 8: 4 x 2 ranks"),
@@ -99,9 +101,17 @@ def test_a_resumed_run_needs_rollouts_and_steps_of_the_same_size() -> None:
         growth, rollouts = SimpleNamespace(global_batch=batch), {"rows": rows}
         run.progress = SimpleNamespace(training=SimpleNamespace(growth=growth, rollouts=rollouts))
         with pytest.raises(CheckpointError, match=said):
-            run._require_same_rollouts(sizes)
+            run._rollout_sizes(2)
     growth.global_batch = 8
-    run._require_same_rollouts(sizes)
+    same = run._rollout_sizes(2)
+    assert (same.prompts, same.mini_batch, same.rows, same.step_rows) == (8, 4, 8, 4)
+    for ranks, rows in ((1, 16), (3, 6), (4, 4)):
+        run.ranks = Alone(ranks)
+        other = run._rollout_sizes(2)
+        assert (other.all_rows, other.all_step_rows, other.rows) == (16, 8, rows)
+    # The config may also have been changed so that as many ranks as there are now make the same.
+    run.asked = Asked.of(config("tiny/ppo", "batch_size=4", "ppo_batch_size=2"), "ppo")
+    assert run._rollout_sizes(2) == other
 
 
 # --- rewards --------------------------------------------------------------------------------------

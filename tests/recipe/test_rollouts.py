@@ -105,10 +105,10 @@ def test_what_rollouts_need_is_named() -> None:
     del cfg["max_generated_tokens"]
     with pytest.raises(ConfigError, match="max_generated_tokens: None is not valid"):
         check(cfg, GRPO)
-    with pytest.raises(
-        ConfigError, match="makes rollouts of 4 prompts per rank, and the data has 3"
-    ):
-        RolloutSizes(4, 2, 1, 8).require_prompts(3)
+    with pytest.raises(ConfigError, match="makes rollouts of 8 prompts, and the data has 7"):
+        RolloutSizes(4, 2, 1, 8, began=2).require_prompts(7)
+    with pytest.raises(ConfigError, match="of 2 prompts, and not one for each of 3 ranks"):
+        RolloutSizes(1, 2, 1, 8, began=2, ranks=3).require_prompts(7)
 
 
 # --- prompts --------------------------------------------------------------------------------------
@@ -237,6 +237,40 @@ def test_a_rollout_is_the_same_on_any_number_of_ranks() -> None:
     assert len({answer for answer, *_ in alone}) == 4
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("mini_batch", [None, 1, 2, 4])
+@pytest.mark.parametrize("budget", [False, True])
+def test_on_other_ranks_each_step_has_the_same_rows(
+    ranks: int, mini_batch: int | None, budget: bool
+) -> None:
+    micro_batches = ByTokens.of_own_rows(Budget.of_tokens(16, 8), 0, 0) if budget else None
+    how: dict[str, Any] = {"mini_batch": mini_batch, "micro_batches": micro_batches, "epochs": 2}
+
+    def steps(size: int, ranks: int) -> list[set[int]]:
+        """The rows of each step of a rollout, and as many micro-batches on every rank."""
+        each = [rollouts(rank, ranks, prompts=2, began=2, **how) for rank in range(ranks)]
+        of_ranks = [one._prompts(0, 1) for one in each]
+        assert max(map(len, of_ranks)) == each[0].sizes.rows
+        for row in (row for rows in of_ranks for row in rows):
+            row.response = torch.ones(1 + row.index % 5, dtype=torch.int64)
+        for one in each:
+            one._lengths = [[row.length for row in rows] for rows in of_ranks]
+        found = []
+        for used in range(0, each[0].trained_rows, each[0].sizes.all_step_rows):
+            batches = [
+                one.mini_batch(rows, 1, used) for one, rows in zip(each, of_ranks, strict=True)
+            ]
+            parts = [[*one.parts(of, size)] for one, of in zip(each, batches, strict=True)]
+            assert len({*map(len, parts)}) == 1
+            rows = [row for of_rank in parts for part in of_rank for row in part]
+            assert len(rows) == each[0].sizes.all_step_rows
+            found.append({row.index for row in rows})
+        return found
+
+    for size in (1, 2, 3) if not budget else (8, 16):
+        assert steps(size, ranks) == steps(size, 2)
+
+
 def test_rows_go_on_where_a_run_was_left() -> None:
     first, second = (rollouts().epoch(0, used) for used in (0, 8))
     before = made(first)
@@ -264,7 +298,7 @@ def test_mini_batches_in_tokens_have_as_many_rows_on_each_rank() -> None:
         row.response = torch.ones(1 + number % 5, dtype=torch.int64)
     for each in ranks:
         each._lengths = [[row.length for row in of] for of in rows]
-    for used in (0, 3):
+    for used in (0, 6):
         batches = [each.mini_batch(of, 0, used) for each, of in zip(ranks, rows, strict=True)]
         assert batches[0].lengths == batches[1].lengths, "what others have is known"
         parts = [[*each.parts(of, 16)] for each, of in zip(ranks, batches, strict=True)]

@@ -6,7 +6,6 @@ import random
 
 import numpy as np
 import pytest
-import torch
 from torchtune.data import padded_collate_sft
 
 from torchtune_adaptive.core.rows.micro_batches import ByTokens

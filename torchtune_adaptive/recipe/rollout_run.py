@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from typing import NoReturn
 
 from torchtune_adaptive.common import CheckpointError, ConfigError, counted
 from torchtune_adaptive.core import Epochs, SampleOrder, TrainStep
@@ -27,21 +29,24 @@ class RolloutRun(Run):
 
     def read_rows(self) -> LoadedRows:
         rows = super().read_rows()
-        if "epochs" not in self.asked.kind.keys:
-            limit = self._limit()
-            assert limit is not None, "it is checked"
-            each = len(rows.training) // (self.asked["batch_size"] * self.ranks.size)
-            self.progress.total_epochs = epochs = -(-limit // max(each, 1))
-            # Only for checkpoints: the config that is saved is to be one that the recipe takes.
-            self.kind.epochs = epochs
+        self._count_epochs(len(rows.training), self.asked["batch_size"] * self.ranks.size)
         return rows
 
-    def _limit(self) -> int | None:
-        """The rollouts of all epochs, where the config says it."""
+    def _count_epochs(self, samples: int, prompts: int) -> None:
+        """Find the number of epochs of rollouts of so many prompts, where the config does not say it."""
+        if "epochs" in self.asked.kind.keys:
+            return
+        limit = self._limit(prompts)
+        assert limit is not None, "it is checked"
+        epochs = -(-limit // max(samples // prompts, 1))
+        # The kind's is only for checkpoints: the config that is saved is to be one that the recipe takes.
+        self.progress.total_epochs = self.kind.epochs = epochs
+
+    def _limit(self, prompts: int) -> int | None:
+        """The rollouts, of so many prompts, of all epochs, where the config says it."""
         limit: int | None = self.asked["num_steps"]
         if "epochs" in self.asked.kind.keys:
             return limit
-        prompts = self.asked["batch_size"] * self.ranks.size
         if limit is None or limit < prompts:
             reason = f"counts prompts, and a rollout has {prompts}"
             raise ConfigError("num_steps", limit, reason, "Raise it, or lower batch_size")
@@ -54,15 +59,17 @@ class RolloutRun(Run):
         asked, ranks, kind, tokenizer = self.asked, self.ranks, self.kind, loaded.tokenizer
         assert isinstance(kind, Generating)
         checked_row(data, 0)
-        sizes = rollout_sizes(asked)
+        sizes = self._rollout_sizes(order.ranks)
         self._judge = kind.judge(tokenizer, self._entering_reward)
-        sizes.require_prompts(order.per_epoch // ranks.size)
-        self._require_same_rollouts(sizes)
+        sizes.require_prompts(order.per_epoch)
+        self._count_epochs(
+            len(data.dataset), sizes.all_prompts
+        )  # again, for those of a resumed run
         self.watchdog.enter("looking up the lengths of all prompts", patience=None)
         lengths = self._lengths(data, asked)
         longest = int(lengths.all(say_progress=ranks.is_zero).max())
         self._phases = kind.phases(model.module, step, tokenizer, sizes, longest)
-        return RowsToTry(data, order, asked.batch(ranks.size), lengths)
+        return RowsToTry(data, order, self._configured(ranks.size), lengths)
 
     def sizes(self, rows: RowsToTry, prober: Prober) -> DecidedBatch:
         return decide_sizes(prober, self._phases, rows.configured, self.progress.training)
@@ -72,7 +79,7 @@ class RolloutRun(Run):
         rollouts = Rollouts(
             dataset=rows.data.dataset,
             order=rows.order,
-            limit=self._limit(),
+            limit=self._limit(sizes.all_prompts),
             seed=self.progress.seed,
             phases=self._phases,
             judge=self._judge,
@@ -83,35 +90,39 @@ class RolloutRun(Run):
             stop_requested=lambda: self.stop.requested,
             events=Events.of(self.asked, ranks),
         )
-        if left := rows.per_rank % sizes.prompts:
-            log.info(
-                f"Each epoch leaves out {counted(left, 'prompt')} per rank, too few for a rollout."
-            )
-        epochs = Epochs(rollouts.per_epoch * rollouts.trained_rows, sizes.step_rows * ranks.size)
+        if left := rows.order.per_epoch % sizes.all_prompts:
+            log.info(f"Each epoch leaves out {counted(left, 'prompt')}, too few for a rollout.")
+        epochs = Epochs(rollouts.per_epoch * rollouts.trained_rows, sizes.all_step_rows)
         return RowSource(rollouts, epochs, "row")
 
-    def _require_same_rollouts(self, sizes: RolloutSizes) -> None:
-        """Raise where a resumed run would go on with rollouts or steps of another size: a place in an epoch
-        is one between two rollouts."""
-        saved, ranks = self.progress.training, counted(self.ranks.size, "rank")
+    def _rollout_sizes(self, began: int) -> RolloutSizes:
+        """The sizes that the config asks for on the ranks that the run ``began`` with, or on those of now.
+
+        Raises:
+            CheckpointError: a resumed run would go on with rollouts or steps of another size, and a place in
+                an epoch is one between two rollouts.
+        """
+        asked, saved, ranks = rollout_sizes(self.asked), self.progress.training, self.ranks.size
         if saved is None or saved.rollouts is None:
-            return
+            return replace(asked, began=ranks, ranks=ranks)
+        before = (saved.rollouts["rows"], saved.growth.global_batch)
+        found = [replace(asked, began=on, ranks=ranks) for on in (began, ranks)]
+        if before not in [(each.all_rows, each.all_step_rows) for each in found]:
+            self._refuse(before, found[-1])
+        step = asked.mini_batch and before[1] // began
+        return replace(found[0], prompts=before[0] // asked.samples // began, mini_batch=step)
+
+    def _refuse(self, before: tuple[int, int], sizes: RolloutSizes) -> NoReturn:
         samples = "" if sizes.samples == 1 else f"grpo_samples {sizes.samples} x "
-        compared = (
-            (
-                "rollouts",
-                saved.rollouts["rows"],
-                sizes.rows,
-                f"batch_size {sizes.prompts} x {samples}",
-            ),
-            ("steps", saved.growth.global_batch, sizes.step_rows, f"{sizes.step_rows} x "),
+        what, number, now = "rollouts", before[0], sizes.all_rows
+        product = f"batch_size {sizes.prompts} x {samples}"
+        if number == now:
+            what, number, now = "steps", before[1], sizes.all_step_rows
+            product = f"{sizes.mini_batch} x "
+        raise CheckpointError(
+            f"The checkpoint's {what} have {counted(number, 'row')}, and the config's {now:,}: "
+            f"{product}{counted(sizes.ranks, 'rank')}. Resume with as many, {BEGIN_ANEW}."
         )
-        for what, before, now, product in compared:
-            if before != now * self.ranks.size:
-                raise CheckpointError(
-                    f"The checkpoint's {what} have {counted(before, 'row')}, and the config's "
-                    f"{now * self.ranks.size:,}: {product}{ranks}. Resume with as many, {BEGIN_ANEW}."
-                )
 
     def _entering_reward(self, name: str) -> None:
         self.watchdog.enter(f"reward function {name}", self.settings.step_timeout)

@@ -142,7 +142,9 @@ class EpochRows:
     def step(self, samples: int, size: int) -> Iterator[Any]:
         """This rank's share of the next ``samples``, in portions of ``size``; the last may be smaller."""
         if self._running != (self.used, samples, size):
-            if samples % self._sharers:  # or the next step's samples are dealt out from another rank on
+            if (
+                samples % self._sharers
+            ):  # or the next step's samples are dealt out from another rank on
                 self._know(alone=False)
             # Each step is divided once: for its samples to be fetched, and for their number to be known.
             to_fetch, self._steps_to_come = tee(self._steps(self.used, samples, size))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import zip_longest
 
 COST_OF_A_MICRO_BATCH = 1 / 32
 """Cost besides its tokens (gathering weights, kernel launches), as a fraction of a full micro-batch."""
@@ -77,20 +78,24 @@ class Budget:
     def micro_batches(
         self, lengths: Sequence[Sequence[int]], rank: int = 0, done: int = 0
     ) -> list[list[int]]:
-        """A rank's own rows in micro-batches, as positions: as many on every rank, with as many rows in each.
+        """A rank's own rows in micro-batches, as positions: as many on every rank, with as many rows in each,
+        if it has as many.
 
         The longest rows of all ranks go together, then those after them, and so on. As long as they are on
-        the rank where they are longest, they are taken to be on each.
+        the rank where they are longest, they are taken to be on each. A rank with fewer rows than others has
+        fewer in the last micro-batches, or none.
 
         Args:
-            lengths: those of each rank's rows, of which all ranks have the same number.
+            lengths: those of each rank's rows.
             rank: the rank whose rows these are.
             done: how many rows to leave out: the first ones, whatever the budget of their micro-batches.
         """
         order = sorted(range(len(lengths[rank])), key=lengths[rank].__getitem__)
-        longest = [max(each) for each in zip(*map(sorted, lengths), strict=True)]
+        longest_first = (sorted(each, reverse=True) for each in lengths)
+        longest = [max(each) for each in zip_longest(*longest_first, fillvalue=0)][::-1]
         parts = _cut(longest[: len(longest) - done], self)
-        return [[order[place] for place in part] for part in reversed(parts)]
+        missing = len(longest) - len(order)
+        return [[order[at - missing] for at in part if at >= missing] for part in reversed(parts)]
 
 
 def pack(lengths: Sequence[int], budget: Budget, ranks: int) -> list[list[list[int]]]:

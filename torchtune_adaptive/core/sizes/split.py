@@ -71,7 +71,9 @@ class Split:
     def text(self) -> str:
         ranks, most = counted(self.ranks, "rank"), self.micro_batch * self.accumulation
         uneven = ", the last ones smaller" if most * self.ranks > self.global_batch else ""
-        return f"micro-batch {self.micro_batch} x accumulation {self.accumulation} x {ranks}{uneven}"
+        return (
+            f"micro-batch {self.micro_batch} x accumulation {self.accumulation} x {ranks}{uneven}"
+        )
 
 
 @dataclass(frozen=True)

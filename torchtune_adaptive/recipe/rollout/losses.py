@@ -118,7 +118,10 @@ class PPOObjective(_Clipped):
         # The loss is the sum of two means, over tokens and over values, and there are more values. A step
         # divides by the number of tokens, so the sum over values is scaled.
         counts = [[len(known(each)) for each in (row.response, row.values)] for row in rows]
-        tokens, values = total(torch.tensor(counts).sum(0)).tolist()
+        counted = torch.tensor(counts, dtype=torch.int64).reshape(
+            -1, 2
+        )  # where a rank has none, too
+        tokens, values = total(counted.sum(0)).tolist()
         self._tokens_per_value = tokens / values
 
     def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> Summed:

@@ -13,10 +13,10 @@ from torchtune_adaptive.recipe.settings.asked import Asked
 
 @dataclass(frozen=True)
 class RolloutSizes:
-    """What a rollout is made of. It is part of the training, and nothing changes it."""
+    """What a rollout is made of. It is part of the training, and nothing changes it, not even other ranks."""
 
     prompts: int
-    """Prompts on each rank."""
+    """Prompts on each of the ranks that the run began with."""
     samples: int
     """Responses to each prompt."""
     epochs: int
@@ -24,26 +24,51 @@ class RolloutSizes:
     max_new: int
     """Tokens of the longest response."""
     mini_batch: int | None = None
-    """Rows of a step on each rank; None for all of them."""
+    """Rows of a step on each of those ranks; None for all of them."""
+    began: int = 1
+    """The number of those ranks."""
+    ranks: int = 1
+    """The number of ranks now, to which prompts are dealt out one by one; some may have one less."""
+
+    @property
+    def all_prompts(self) -> int:
+        return self.prompts * self.began
+
+    @property
+    def all_rows(self) -> int:
+        return self.all_prompts * self.samples
+
+    @property
+    def all_step_rows(self) -> int:
+        """Rows of a step."""
+        return self.mini_batch * self.began if self.mini_batch else self.all_rows
 
     @property
     def rows(self) -> int:
-        """Rows on each rank."""
-        return self.prompts * self.samples
+        """The most rows that a rank has now."""
+        return -(-self.all_prompts // self.ranks) * self.samples
 
     @property
     def step_rows(self) -> int:
-        """Rows of a step on each rank."""
-        return self.mini_batch or self.rows
+        """Rows of a step on each rank, if it had equal shares."""
+        return -(-self.all_step_rows // self.ranks)
 
     def require_prompts(self, prompts: int) -> None:
-        """Raise if an epoch of so many prompts on each rank has no rollout."""
-        if prompts < self.prompts:
+        """Raise if an epoch of so many prompts has no rollout, or a rank no prompt."""
+        if prompts < self.all_prompts:
             raise ConfigError(
                 "batch_size",
                 self.prompts,
-                f"makes rollouts of {counted(self.prompts, 'prompt')} per rank, and the data has {prompts}",
+                f"makes rollouts of {counted(self.all_prompts, 'prompt')}, and the data has {prompts}",
                 "Lower it, or use more data",
+            )
+        if self.all_prompts < self.ranks:
+            raise ConfigError(
+                "batch_size",
+                self.prompts,
+                f"makes rollouts of {counted(self.all_prompts, 'prompt')}, and not one for each of "
+                f"{counted(self.ranks, 'rank')}",
+                "Use fewer ranks",
             )
 
 

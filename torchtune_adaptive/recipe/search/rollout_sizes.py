@@ -241,7 +241,7 @@ def _find(
             assert size is not None, "it raises where nothing fits"
             sizes[each.name] = size
     if isinstance(micro_batch := sizes[TRAINING], int):
-        configured = Split(micro_batch, -(-rows // micro_batch), prober.ranks.size, rows)
+        configured = configured.in_micro_batches(micro_batch)
     return RolloutSizesReport(
         found=found,
         sizes=sizes,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from torchtune_adaptive.core import (
     SampleOrder,
     TrainStep,
     Watchdog,
+    Weightless,
 )
 from torchtune_adaptive.recipe.rollout.judging import Judge, over
 from torchtune_adaptive.recipe.rollout.phases import Phases, RolloutSizes
@@ -71,17 +72,12 @@ class Rollouts:
     _lengths: list[list[int]] = field(init=False, default_factory=list)
     """The lengths of each rank's rows."""
     _samples: tuple[int, Any] | None = field(init=False, default=None)
-    """An epoch, and this rank's samples of it."""
+    """An epoch, and the samples of it: this rank's, or all where ranks have unequal shares of a rollout."""
 
     def __post_init__(self) -> None:
         self.found = {phase.name: phase.size for phase in self._both}
         for phase in self._both:
             phase.adjusted = partial(self._note, phase.name)
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks, which share the prompts."""
-        return self._step.ranks.size
 
     @property
     def sizes(self) -> RolloutSizes:
@@ -98,12 +94,12 @@ class Rollouts:
     @property
     def per_epoch(self) -> int:
         """Rollouts in an epoch."""
-        return self.order.per_epoch // (self.sizes.prompts * self.ranks)
+        return self.order.per_epoch // self.sizes.all_prompts
 
     @property
     def trained_rows(self) -> int:
         """The rows that a rollout is trained on, each as often as it is, over all ranks."""
-        return self.sizes.rows * self.sizes.epochs * self.ranks
+        return self.sizes.all_rows * self.sizes.epochs
 
     def epoch(self, epoch: int, used: int) -> RolloutRows:
         """The rows of an epoch, of which the ranks have trained on the first ``used``.
@@ -118,16 +114,18 @@ class Rollouts:
         """The rows of a rollout on this rank; None if a rank has been asked to stop meanwhile."""
         self._number, started = number + 1, time.perf_counter()
         rows = self._prompts(epoch, number)
-        memory = self._step.memory
+        # In phases every rank has as many rows: what a rank does more than it needs, others do meanwhile.
+        fillers = [replace(row) for row in rows[: self.sizes.rows - len(rows)]]
+        with_fillers, memory = rows + fillers, self._step.memory
         try:
             # Ranks generate on their own, some for longer than others.
             self.watchdog.enter(f"rollout {number + 1}, generating", patience=None)
             memory.release()
-            self._generate(rows)
+            self._generate(with_fillers)
             generated = time.perf_counter()
             self.watchdog.enter(f"rollout {number + 1}, scoring", self.step_timeout)
             memory.release()
-            self._score(rows)
+            self._score(with_fillers)
             scored = time.perf_counter()
             memory.release()
         except Exception as error:
@@ -146,19 +144,27 @@ class Rollouts:
     def _prompts(self, epoch: int, number: int) -> list[Row]:
         """This rank's rows of a rollout, as far as they are known before it."""
         sizes, ranks = self.sizes, self._step.ranks
-        first = (number - epoch * self.per_epoch) * sizes.prompts * ranks.size
-        mine = range(ranks.rank, sizes.prompts * ranks.size, ranks.size)
+        begin = (number - epoch * self.per_epoch) * sizes.all_prompts
+        end = begin + sizes.all_prompts
+        equal = sizes.all_prompts % ranks.size == 0
         if self._samples is None or self._samples[0] != epoch:
-            self._samples = epoch, self.order.share(epoch, ranks.rank, ranks.size)
-        begin = first // ranks.size
-        samples = self._samples[1][begin : begin + sizes.prompts].tolist()
+            mine = (ranks.rank, ranks.size) if equal else (0, 1)
+            self._samples = epoch, self.order.share(epoch, *mine)
+        if equal:
+            samples = self._samples[1][begin // ranks.size : end // ranks.size].tolist()
+        else:
+            samples = self._samples[1][begin:end].tolist()[ranks.rank :: ranks.size]
         rows = []
-        for place, prompt in zip(mine, samples, strict=True):
+        for place, prompt in zip(self._places(ranks.rank), samples, strict=True):
             sample = self.dataset[prompt]
             for index in range(place * sizes.samples, (place + 1) * sizes.samples):
                 numbers = draws(self.seed, number, index, sizes.max_new)
                 rows.append(Row(index, sample["tokens"], numbers, data=sample.get("answer")))
         return rows
+
+    def _places(self, rank: int) -> range:
+        """The places in a rollout of the prompts that a rank has."""
+        return range(rank, self.sizes.all_prompts, self._step.ranks.size)
 
     def _generate(self, rows: list[Row]) -> None:
         # The longest of all ranks, so that a row's numbers do not depend on the rank that it is on.
@@ -170,14 +176,18 @@ class Rollouts:
 
     def _score(self, rows: list[Row]) -> None:
         ranks = self._step.ranks
-        self._lengths = ranks.gather([row.length for row in rows])
+        lengths = ranks.gather([row.length for row in rows])
 
         def divide(done: int, size: int) -> list[Sequence[int]]:
-            return self.scoring.divide(self._lengths, size, ranks.rank, done)
+            return self.scoring.divide(lengths, size, ranks.rank, done)
 
         for row, found in zip(rows, self.phases.scoring.of_rows(rows, divide), strict=True):
             for name, numbers in found.items():
                 setattr(row, name, numbers)
+        samples = self.sizes.samples
+        self._lengths = [
+            of_rank[: len(self._places(rank)) * samples] for rank, of_rank in enumerate(lengths)
+        ]
 
     def _reward(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         """Set rewards and advantages; gives what is logged of each row."""
@@ -193,9 +203,8 @@ class Rollouts:
         sums = {name: float(values.double().sum()) for name, values in found.items()}
         seen = self._step.ranks.gather((sums, self._adjusted, self.stop_requested()))
         total = {name: sum(each[0][name] for each in seen) for name in sums}
-        in_all = len(rows) * self._step.ranks.size
         self.metrics = {
-            name: value if name == "num_stop_tokens" else value / in_all
+            name: value if name == "num_stop_tokens" else value / self.sizes.all_rows
             for name, value in total.items()
         }
         self.changes = []
@@ -206,21 +215,32 @@ class Rollouts:
         return any(stop for *_, stop in seen)
 
     def mini_batch(self, rows: list[Row], number: int, used: int) -> MiniBatch:
-        """The rows of the next step, of a rollout on which this rank has trained on ``used`` rows."""
-        sizes, ranks, lengths = self.sizes, self._step.ranks, self._lengths
-        if sizes.mini_batch is not None:
-            epoch, first = divmod(used, sizes.rows)
-            orders = [
-                shuffled(self.seed, number, epoch, rank, sizes.rows)[first:][: sizes.mini_batch]
-                for rank in range(ranks.size)
-            ]
+        """This rank's rows of the next step, of a rollout on which all have trained on ``used`` rows."""
+        ranks, lengths = self._step.ranks, self._lengths
+        if self.sizes.mini_batch is not None:
+            orders = self._in_mini_batch(number, used)
             rows = [rows[at] for at in orders[ranks.rank]]
             lengths = [[of[at] for at in order] for of, order in zip(lengths, orders, strict=True)]
         self._step.objective.begin(rows, over(ranks))  # type: ignore[attr-defined]
         return MiniBatch(rows, lengths)
 
+    def _in_mini_batch(self, number: int, used: int) -> list[list[int]]:
+        """The rows of the next step that each rank has, by their positions there. They are those of the ranks
+        that the run began with, each of which takes its own in an order of its own."""
+        sizes, ranks = self.sizes, self._step.ranks.size
+        of_rank = sizes.prompts * sizes.samples
+        epoch, first = divmod(used // sizes.began, of_rank)
+        positions: list[list[int]] = [[] for _ in range(ranks)]
+        for rank in range(sizes.began):
+            order = shuffled(self.seed, number, epoch, rank, of_rank)
+            for at in order[first:][: sizes.mini_batch]:
+                prompt, sample = divmod(at, sizes.samples)
+                position, owner = divmod(prompt * sizes.began + rank, ranks)
+                positions[owner].append(position * sizes.samples + sample)
+        return positions
+
     def parts(self, mini_batch: MiniBatch, size: int) -> Iterator[list[Row]]:
-        """The rows of each micro-batch of a step."""
+        """The rows of each micro-batch of a step; none, where only other ranks have any."""
         rank = self._step.ranks.rank
         for part in self.micro_batches.divide(mini_batch.lengths, size, rank):
             yield [mini_batch.rows[at] for at in part]
@@ -260,11 +280,11 @@ class Rollouts:
             "found": self.found,
             "scoring_budget": self.scoring.state(),
             "phases": self._step.ranks.gather(now),
-            "rows": self.sizes.rows * self.ranks,
+            "rows": self.sizes.all_rows,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state_dict`` was called, on as many ranks."""
+        """Continue where ``state_dict`` was called; on other ranks with the sizes that were found."""
         of_ranks = state["phases"]
         if len(of_ranks) == self._step.ranks.size:
             for phase in self._both:
@@ -323,20 +343,21 @@ class RolloutRows:
                 return False
             self._rows, self.changes = rows, rollouts.changes
             self.spent = {phase: rollouts.metrics[key] for phase, key in PHASES.items()}
-        used = self.used % rollouts.trained_rows // rollouts.ranks
+        used = self.used % rollouts.trained_rows
         self._of_step = rollouts.mini_batch(self._rows, number, used)
         return True
 
     def step(self, samples: int, size: int) -> Iterator[Batch]:
         """This rank's rows of the next step, in micro-batches of a size."""
-        mini_batch = len(self._of_step.rows) * self._rollouts.ranks
-        assert samples == mini_batch, "a step has all rows of a mini-batch"
+        in_all = sum(map(len, self._of_step.lengths))
+        assert samples == in_all, "a step has all rows of a mini-batch"
         self.loaded = []
         for some in self._rollouts.parts(self._of_step, size):
-            batch = collate(some, self._rollouts.phases.generator.padding_id)
+            padding = self._rollouts.phases.generator.padding_id
+            batch = collate(some or self._rows[:1], padding)
             ids = tuple(row.index for row in some)
             self.loaded.append(MicroBatch(ids, batch["tokens"].numel()))
-            yield batch
+            yield batch if some else Weightless(batch)
 
     def advance(self, samples: int) -> None:
         """Go on to the next step."""
