@@ -208,3 +208,43 @@ def test_bringing_samples_draws_nothing_from_the_runs_generator() -> None:
     before = torch.get_rng_state()
     take(loader().epoch(0), step=20, micro_batch=3)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_ranks_that_do_not_divide_a_step_have_as_many_micro_batches(ranks: int) -> None:
+    micro_batches = ByRows("none")
+    for samples in range(ranks, 71):
+        step = [*range(100, 100 + samples)]
+        for size in (1, 2, 3, 4, 7, 8, 16, 70):
+            of_ranks = [micro_batches.portions(step, size, rank, ranks) for rank in range(ranks)]
+            assert len({*map(len, of_ranks)}) == 1
+            portions = [portion for of_rank in of_ranks for portion in of_rank]
+            assert max(len(portion.sample_ids) for portion in portions) <= size
+            counted = [id for each in portions if not each.weightless for id in each.sample_ids]
+            assert sorted(counted) == step
+            assert all(len(each.sample_ids) == 1 for each in portions if each.weightless)
+            assert sum(each.weightless for each in portions) < ranks
+            shares = [sum(len(p.sample_ids) for p in of if not p.weightless) for of in of_ranks]
+            assert max(shares) - min(shares) <= 1
+            assert micro_batches.of_all_ranks(step, size, ranks) == [
+                each.sample_ids for each in portions if not each.weightless
+            ]
+
+
+def test_the_samples_after_an_uneven_step_are_dealt_out_from_the_first_rank_on() -> None:
+    """The steps have the samples of the order, whichever ranks they are on, also after growth."""
+    order = SampleOrder(60, 2, shuffle=True)
+    for ranks in (1, 2, 3, 4, 7):
+        of_ranks = [
+            Loader(range(60), collate, order, rank, ranks, ByRows("none")).epoch(0, 4)  # type: ignore[arg-type]
+            for rank in range(ranks)
+        ]
+        used = 4
+        for samples, size in ((8, 2), (8, 2), (12, 3), (7, 1), (7, 4)):
+            seen = []
+            for rows in of_ranks:
+                [*rows.step(samples, size)]
+                seen += [id for each in rows.loaded for id in each.sample_ids]
+                rows.advance(samples)
+            assert sorted(seen) == sorted(order.epoch(0)[used : used + samples].tolist())
+            used += samples

@@ -46,3 +46,10 @@ def max_restarts() -> int:
 def shares_store() -> bool:
     """Whether ranks meet in a key-value store of torchrun, which has the keys of all attempts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def use_first(ranks: int) -> None:
+    """Let this process see the first ``ranks`` only, of which it is one."""
+    others = rank() - local_rank()  # on machines before this one
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(local_size(), ranks - others))
+    os.environ["WORLD_SIZE"] = str(ranks)

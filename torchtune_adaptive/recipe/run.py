@@ -329,15 +329,22 @@ class Run:
         Events.of(self.asked, self.ranks).resumed(step, progress.source, progress.changes)
 
     def _compare_batch(self, split: Split, sample: str) -> None:
-        """Say if a resumed run goes on with another global batch, or with the same one on other ranks."""
+        """Say if a resumed run goes on with another global batch, or on other ranks."""
         saved = self.progress.training
         if saved is None:
             return
         old, new = saved.growth.global_batch, split.global_batch
+        before, now = len(saved.generators), self.ranks.size
         if old != new:
             self._say_change(change("global batch", old, new, f"config's: {split.text()}"))
-        elif self.ranks.is_zero and saved.growth.start[2] != split.ranks:
-            log.info(f"The global batch stays {counted(new, sample)}: {split.text()}.")
+        if self.ranks.is_zero and before != now:
+            stays = (
+                f" and the global batch of {counted(new, sample)} stay" if old == new else " stays"
+            )
+            log.info(
+                f"{counted(now, 'rank')} instead of {before}: the order of samples{stays} ({split.text()}). "
+                "What torch draws at random, such as dropout, is drawn anew."
+            )
 
     def _say_change(self, line: str) -> None:
         """Log what else is not as in the checkpoint that is resumed, and keep it for the record."""

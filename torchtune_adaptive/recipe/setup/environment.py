@@ -16,6 +16,7 @@ from torchtune_adaptive.core import Ranks, Watchdog
 from torchtune_adaptive.recipe.data.split_rows import RowParts
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import require_torchvision
+from torchtune_adaptive.recipe.setup.idle import leave_out_idle_ranks
 from torchtune_adaptive.recipe.setup.restarts import join_process_group, say_what_restarts_do
 
 
@@ -67,6 +68,7 @@ def start_environment(asked: Asked, patience: float, watched: bool = True) -> En
     timeout = timedelta(seconds=longest_wait) if watched else None
     launched = training.is_distributed()
     if launched:
+        leave_out_idle_ranks(asked)
         join_process_group(backend, timeout)
     else:
         dist.init_process_group(

@@ -304,14 +304,8 @@ class TrainingLoop:
         if self.validation is not None:
             self.validation.done = saved.validated
         ranks, device = self.runner.step.ranks, self.runner.step.device
-        generators = saved.generators
-        if len(generators) == ranks.size:
-            Generators(device).load_bytes(generators[ranks.rank])
-        elif ranks.is_zero:
-            log.warning(
-                f"The checkpoint was written by {counted(len(generators), 'rank')}, this run has "
-                f"{ranks.size}: data resumes at the same sample, but RNG state (dropout) is not restored."
-            )
+        if len(saved.generators) == ranks.size:
+            Generators(device).load_bytes(saved.generators[ranks.rank])
         # Those of all ranks, which only rank 0 needs to have, and only while it saves.
         self.progress.training = replace(saved, generators=NO_GENERATORS)
         return saved.samples_of_epoch
