@@ -170,6 +170,17 @@ def test_sharded_checkpoints(way: str, tmp_path: Path) -> None:
 
 @on_ranks
 @pytest.mark.exhaustive
+def test_ranks_that_do_not_divide_the_batch_change_no_step(tmp_path: Path) -> None:
+    changes = {**TWO, **CLIPS, "save_every_n_steps": 1, "keep_last_n_checkpoints": 9}
+    changes |= {"batch_size": 1, "gradient_accumulation_steps": 2}
+    expected = train("full", tmp_path / "whole", 4, **changes)
+    stopped = runs.stopped_after(1, tmp_path / "whole", tmp_path / "stopped")
+    uneven = train("full", stopped, 6, **changes, **RESUME)
+    runs.assert_same_steps(uneven, runs.after(1, expected))
+
+
+@on_ranks
+@pytest.mark.exhaustive
 def test_searches_find_what_trying_every_size_finds(tmp_path: Path) -> None:
     """Four ranks, of which two have parts of the same rows."""
     assert_found_by_trying(train, tmp_path, ("extrapolate", "bisect", "halve", "predict"), **TWO)
