@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 from importlib import import_module
 from typing import Any
 
@@ -15,3 +16,8 @@ def torchtune_command(name: str, kind: str) -> Any:
 def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """The arguments of a parser (Python 3.11)."""
     return parser._actions
+
+
+def run_exit_functions() -> None:
+    """Call what is registered to run when Python ends, and forget it (Python 3.11)."""
+    atexit._run_exitfuncs()
