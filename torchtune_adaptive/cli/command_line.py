@@ -122,8 +122,8 @@ def _parsers(command: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="torchtune's command line, plus recipes that find their own batch size.",
-        epilog="`run`, `find`, `plan`, `cache` and `validate` are ours; the other commands are torchtune's. All but "
-        "`cache` and `plan --trainer` need torchtune and the recipes.",
+        epilog="`run`, `find`, `plan`, `cache` and `validate` are ours; the other commands are torchtune's. "
+        "All but `cache` and `plan --trainer` need torchtune and the recipes.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.set_defaults(func=lambda _: parser.print_help())

@@ -1,5 +1,4 @@
-"""Which GPUs each attempt of a run is started on (``--elastic``): those that work, and have not failed twice in
-a row."""
+"""Which GPUs each attempt of an elastic run is started on: those that work and do not fail repeatedly."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ class Devices:
 
 
 def bounds(given: str) -> tuple[int, str]:
-    """The fewest ranks and the most, of ``--nproc_per_node``: ``MIN:MAX``, or ``MAX`` alone, which may be a word.
+    """The fewest ranks and the most, of ``MIN:MAX`` or of ``MAX`` alone, which may be a word.
 
     Raises:
         ConfigError: the fewest are not a number, or none.

@@ -1,7 +1,7 @@
 """What the ranks of a run have imported when they start: a server imports this once, and forks each rank.
 
-Threads and CUDA do not survive a fork, so no module here may start the one or initialize the other. Nor may it
-read a variable of the environment that differs from rank to rank: those are set after the fork.
+Threads and CUDA do not survive a fork, so no module here may start the one or initialize the other. Nor may
+it read a variable of the environment that differs from rank to rank: those are set after the fork.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 # A signal to the whole job is for its ranks; the server must be there when they end, or nobody learns how.
 # Blocked ones are not lost: a rank gets them when it has started.
 signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_TO_STOP)
-# The server ends with the launcher, however that ends; the ranks, which torch ends with the server, save first.
+# The server ends with the launcher, however that ends; torch asks the ranks to stop when the server ends.
 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 gc.disable()  # collections while modules are imported find nothing

@@ -1,12 +1,14 @@
-"""``tune-adaptive run``: torchrun, with ranks that are forked from a process which has imported what they need.
+"""``tune-adaptive run``: torchrun, with ranks that are forked from a server.
 
-So a restart takes no imports. With ``--elastic`` each attempt is on the GPUs that work.
+It has imported what they need, so a restart takes no imports. With ``--elastic`` each attempt is on the GPUs
+that work.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import sys
@@ -17,6 +19,7 @@ from copy import copy
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_of_torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import determine_local_world_size, get_args_parser
 from torch.distributed.run import run as torchrun
@@ -24,7 +27,7 @@ from torch.distributed.run import run as torchrun
 from torchtune_adaptive.cli import forked_rank, private
 from torchtune_adaptive.cli.elastic import FAILURES, Devices, bounds
 from torchtune_adaptive.cli.recipe_argument import config_of
-from torchtune_adaptive.common import ConfigError, listed
+from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import require_accelerator
 from torchtune_adaptive.recipe import file_of_recipe, find_config, runs_on_ranks
 
@@ -37,7 +40,7 @@ _MOMENT = 120.0
 
 
 def run(argv: list[str]) -> None:
-    """Run a recipe with these arguments: in this process, or on ranks if there are options before its name."""
+    """Run a recipe: on ranks if there are options before its name, or else in this process."""
     parser = _parser()
     if not argv:
         parser.print_help(sys.stderr)
@@ -52,15 +55,19 @@ def run(argv: list[str]) -> None:
     sys.path.append(os.getcwd())
     if len(argv) == 1 + len(arguments):
         forked_rank.run_recipe(recipe, arguments)
+    elif asked.max_restarts < 0:
+        raise ConfigError("--max-restarts", asked.max_restarts, "is less than 0", "Give 0 or more")
     elif not runs_on_ranks(name):
-        parser.error(f"Recipe {name} does not run on several ranks. Leave out what stands before its name.")
+        parser.error(
+            f"Recipe {name} does not run on several ranks. Leave out what stands before its name."
+        )
     elif asked.elastic:
         _run_elastic(asked, recipe, arguments)
     elif ":" in asked.nproc_per_node:
         reason = "is a range, which is for --elastic"
         raise ConfigError("--nproc_per_node", asked.nproc_per_node, reason, "Add --elastic")
     else:
-        _choose_start_method(asked, determine_local_world_size(asked.nproc_per_node))
+        _choose_start_method(asked, _ranks(asked.nproc_per_node))
         _launch(asked, recipe, arguments)
 
 
@@ -68,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     """torchrun's parser, for recipes."""
     parser = get_args_parser()
     parser.prog = "tune-adaptive run"
-    parser.usage = "tune-adaptive run [TORCHRUN-OPTIONS] <recipe> --config <config> [RECIPE-OPTIONS]"
+    parser.usage = (
+        "tune-adaptive run [TORCHRUN-OPTIONS] <recipe> --config <config> [RECIPE-OPTIONS]"
+    )
     parser.description = "Run a recipe; on several ranks, with all options of torchrun."
     parser.set_defaults(start_method=_FORKED)
     parser.add_argument(
@@ -79,14 +88,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     for action in private.actions(parser):
         if action.dest == "training_script":
-            action.metavar, action.help = "recipe", "Name of a recipe (see `tune-adaptive ls`), or a file."
+            action.metavar, action.help = (
+                "recipe",
+                "Name of a recipe (see `tune-adaptive ls`), or a file.",
+            )
         elif action.dest == "training_script_args":
             action.metavar, action.help = "...", "What the recipe is given."
     return parser
 
 
 def _with_file(before: str, argument: str) -> str:
-    """An argument of a recipe, with the file of a config for its name; what has none is left to the recipe."""
+    """An argument of a recipe, with the file of a config for its name, if there is one."""
     option, _, value = argument.partition("=")
     with suppress(ConfigError):
         if before == "--config":
@@ -96,15 +108,35 @@ def _with_file(before: str, argument: str) -> str:
     return argument
 
 
+def _ranks(given: str) -> int:
+    """The ranks on this machine, of a number or a word that torchrun takes.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    remedy = "Give a number, or gpu, cpu or auto"
+    try:
+        ranks = determine_local_world_size(given)
+    except ValueError as error:
+        raise ConfigError(
+            "--nproc_per_node", given, f"says nothing here ({error})", remedy
+        ) from None
+    if ranks < 1:
+        raise ConfigError("--nproc_per_node", given, "is less than 1", remedy)
+    return ranks
+
+
 def _choose_start_method(asked: argparse.Namespace, ranks: int) -> None:
     """Start the server that ranks are forked from; or see that they are started anew, if that cannot work."""
     if asked.start_method != _FORKED:
         return
     if ranks > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but before the server reads it
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", "1"
+        )  # as torchrun does, but before the server reads it
     os.environ["PYTHONUNBUFFERED"] = "1"  # as torchrun starts ranks
     multiprocessing.set_forkserver_preload([_PRELOADED])
-    check = multiprocessing.get_context(_FORKED).Process(target=_require_forked)
+    check = _context(asked).Process(target=_require_forked)
     try:
         check.start()
         if _all_done([check]):
@@ -112,7 +144,13 @@ def _choose_start_method(asked: argparse.Namespace, ranks: int) -> None:
     except (OSError, EOFError):
         pass  # the server has ended, and said why
     asked.start_method = _ANEW
-    _say("ranks cannot be forked here (see above), so each imports what it needs, as with `tune run`")
+    _say(
+        "ranks cannot be forked here (see above), so each imports what it needs, as with `tune run`"
+    )
+
+
+def _context(asked: argparse.Namespace) -> Any:
+    return multiprocessing.get_context(asked.start_method)
 
 
 def _require_forked() -> None:
@@ -151,8 +189,15 @@ def _launch(
     asked.run_path, asked.module, asked.no_python = forked, not forked, False
     asked.standalone = asked.standalone or not asked.rdzv_endpoint
     asked.training_script = program
+    logging.getLogger(multiprocessing_of_torch.__name__).addFilter(_without_traceback)
     asked.training_script_args = [json.dumps(environment or {}), recipe, *arguments]
     torchrun(asked)
+
+
+def _without_traceback(line: logging.LogRecord) -> bool:
+    """Log a rank's failure without a traceback of the launcher, as torchrun does where it forks no ranks."""
+    line.exc_info = None
+    return True
 
 
 def _run_elastic(asked: argparse.Namespace, recipe: str, arguments: list[str]) -> None:
@@ -169,7 +214,7 @@ def _run_elastic(asked: argparse.Namespace, recipe: str, arguments: list[str]) -
         raise ConfigError("--nnodes", asked.nnodes, "does not go with --elastic", remedy)
     least, most = bounds(asked.nproc_per_node)
     on_gpus = config_of(arguments).get("device") == "cuda"
-    devices = Devices(_names(determine_local_world_size(most), on_gpus), least)
+    devices = Devices(_names(_ranks(most), on_gpus), least)
     _choose_start_method(asked, len(devices.names))
     for attempt in range(asked.max_restarts + 1):
         chosen = devices.chosen(_working(devices.names, asked) if on_gpus else devices.names)
@@ -189,7 +234,8 @@ def _run_elastic(asked: argparse.Namespace, recipe: str, arguments: list[str]) -
             # A reason that we give is one of the whole run, or names another rank.
             rank, _ = error.get_first_failure()
             if given_reason(error) is None and devices.failed(chosen[rank]):
-                _say(f"GPU {chosen[rank]} is left out: its rank was the first to fail {FAILURES} times in a row")
+                why = f"its rank was the first to fail {FAILURES} times in a row"
+                _say(f"GPU {chosen[rank]} is left out, as {why}")
 
 
 def _names(count: int, on_gpus: bool) -> list[str]:
@@ -202,14 +248,14 @@ def _names(count: int, on_gpus: bool) -> list[str]:
 
 def _working(names: Sequence[str], asked: argparse.Namespace) -> list[str]:
     """Those of some GPUs on which a process can compute."""
-    context: Any = multiprocessing.get_context(asked.start_method)
+    context = _context(asked)
     trials = [context.Process(target=_use, args=(name,)) for name in names]
     for trial in trials:
         trial.start()
     _all_done(trials)
     working = [name for name, trial in zip(names, trials, strict=True) if trial.exitcode == 0]
     if failing := [name for name in names if name not in working]:
-        _say(f"left out, because a process cannot use it: GPU {listed(failing)}")
+        _say(f"left out, because a process cannot use it: GPU {', '.join(failing)}")
     return working
 
 
