@@ -171,19 +171,26 @@ def refused(*words: str) -> str:
     ("words", "said"),
     [
         (["--nproc_per_node", "1:2", RECIPE], "is a range, which is for --elastic. Add --elastic"),
+        (["--nproc_per_node", "2", "--elastic", "--max-restarts", "x", RECIPE], "invalid int"),
         (["--nproc_per_node", "3:2", "--elastic", RECIPE], "asks for 3 GPUs or more, and 2 work"),
         (["--nproc_per_node", "x:2", "--elastic", RECIPE], "is not MIN:MAX"),
         (["--nnodes", "2", "--elastic", RECIPE], "does not go with --elastic"),
-        (["--nproc_per_node", "many", RECIPE], "--nproc_per_node=many: says nothing here"),
+        (["--nproc_per_node", "many", RECIPE], "'many' says nothing here"),
         (["--nproc_per_node", "0", RECIPE], "is less than 1"),
-        (["--max-restarts", "-1", "--elastic", RECIPE], "--max-restarts=-1: is less than 0"),
-        (["--max-restarts", "x", RECIPE], "invalid int value: 'x'"),
+        (["--max-restarts", "-1", "--elastic", RECIPE], "-1 is less than 0"),
         (["--nproc_per_node", "2", "lora_finetune_single_device"], "does not run on several ranks"),
     ],
     ids=lambda given: "" if isinstance(given, str) else " ".join(given[:-1]),
 )
 def test_options_that_make_no_sense_are_refused(words: list[str], said: str) -> None:
-    assert said in refused(*words, "--config", "tiny/full")
+    config = "llama3_2/1B_lora_single_device" if "lora" in words[-1] else "tiny/full"
+    assert said in refused(*words, "--config", config)
+
+
+@pytest.mark.runs
+def test_an_elastic_run_says_what_its_config_lacks() -> None:
+    printed = refused("--nproc_per_node", "3:2", "--elastic", RECIPE, "--config", "tiny/full")
+    assert "without resume_from_checkpoint=True save_every_n_steps=100" in printed
 
 
 @pytest.mark.runs
@@ -287,6 +294,19 @@ def test_an_elastic_run_keeps_its_batch_when_a_rank_is_gone(tmp_path: Path) -> N
     _, records = undisturbed("full", 2, **CHANGES)
     expected = dict(enumerate(losses(records), 1))
     assert logged(tmp_path, rel=1e-5) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.runs
+def test_a_rank_that_hangs_is_killed_after_the_time_that_was_given(tmp_path: Path) -> None:
+    hangs: Fatal = (1, "step 4", signal.SIGSTOP)
+    options = ("--max-restarts", "1", "--shutdown-timeout", "2")
+    limit = {"adaptive_batching.rank_timeout": 10}
+    with launched(tmp_path, [hangs], *options, **CHANGES, **limit) as run:
+        wait_until("has sent no sign of life", tmp_path)
+        assert run.wait(timeout=300) == 0, said(tmp_path)
+    assert "forcefully exiting via SIGKILL" in said(tmp_path)
+    assert_undisturbed(tmp_path, **CHANGES)
 
 
 LONG = {**CHANGES, "max_steps_per_epoch": None, "save_every_n_steps": None, "epochs": 50}

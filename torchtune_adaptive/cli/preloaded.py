@@ -11,11 +11,15 @@ import gc
 import importlib
 import signal
 import threading
+from contextlib import suppress
 
 from torchtune_adaptive.cli.forked_rank import ASKED_TO_STOP
 from torchtune_adaptive.core import cuda_uninitialized
 
 MODULES = (
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
+    "matplotlib.figure",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torchdata.stateful_dataloader",
@@ -36,7 +40,10 @@ ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 gc.disable()  # collections while modules are imported find nothing
 with cuda_uninitialized():
     for _module in MODULES:
-        importlib.import_module(_module)
+        with suppress(
+            ImportError
+        ):  # matplotlib need not be there; a rank says what else is missing
+            importlib.import_module(_module)
 gc.freeze()  # nor do later ones, in what was imported; and what nobody touches, ranks share
 gc.enable()
 

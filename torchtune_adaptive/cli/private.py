@@ -21,3 +21,16 @@ def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 def run_exit_functions() -> None:
     """Call what is registered to run when Python ends, and forget it (Python 3.11)."""
     atexit._run_exitfuncs()
+
+
+def end_ranks_within(seconds: float) -> None:
+    """Let torchrun kill what it has forked after so many seconds: of ranks that do not end when another one has
+    failed, it waits for 30 seconds, whatever ``--shutdown-timeout`` says (torch 2.13, read in 2.14)."""
+    from torch.multiprocessing import ProcessContext
+
+    wait = ProcessContext._join_procs_with_timeout
+
+    def wait_no_longer(ranks: ProcessContext, timeout: float) -> None:
+        wait(ranks, min(timeout, seconds))
+
+    ProcessContext._join_procs_with_timeout = wait_no_longer

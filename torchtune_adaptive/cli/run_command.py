@@ -130,6 +130,8 @@ def _choose_start_method(asked: argparse.Namespace, ranks: int) -> None:
     """Start the server that ranks are forked from; or see that they are started anew, if that cannot work."""
     if asked.start_method != _FORKED:
         return
+    if asked.shutdown_timeout is not None:
+        private.end_ranks_within(asked.shutdown_timeout)
     if ranks > 1:
         os.environ.setdefault(
             "OMP_NUM_THREADS", "1"
@@ -213,8 +215,14 @@ def _run_elastic(asked: argparse.Namespace, recipe: str, arguments: list[str]) -
         remedy = "Several machines are elastic with --nnodes MIN:MAX alone"
         raise ConfigError("--nnodes", asked.nnodes, "does not go with --elastic", remedy)
     least, most = bounds(asked.nproc_per_node)
-    on_gpus = config_of(arguments).get("device") == "cuda"
+    cfg = config_of(arguments)
+    on_gpus = cfg.get("device") == "cuda"
     devices = Devices(_names(_ranks(most), on_gpus), least)
+    wanted = {"resume_from_checkpoint": "True", "save_every_n_steps": "100"}
+    if lacking := [f"{key}={value}" for key, value in wanted.items() if not cfg.get(key)]:
+        _say(
+            f"--elastic: each attempt trains again what the last one did, without {' '.join(lacking)}"
+        )
     _choose_start_method(asked, len(devices.names))
     for attempt in range(asked.max_restarts + 1):
         chosen = devices.chosen(_working(devices.names, asked) if on_gpus else devices.names)
