@@ -137,8 +137,8 @@ def capability(device=None):
     assert os.getpid() != here, "CUDA is initialized before the fork"
     {answer}
 torch.cuda.get_device_capability = capability
-from torchtune_adaptive.core import cuda_uninitialized
-with cuda_uninitialized():
+from torchtune_adaptive.core import before_fork
+with before_fork.cuda_uninitialized():
     print(torch.cuda.get_device_capability())
 assert torch.cuda.get_device_capability is capability
 assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ

@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 
 from torchtune_adaptive.cli.forked_rank import ASKED_TO_STOP
-from torchtune_adaptive.core import cuda_uninitialized
+from torchtune_adaptive.core import before_fork
 
 MODULES = (
     "matplotlib.backends.backend_agg",
@@ -38,7 +38,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_TO_STOP)
 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 gc.disable()  # collections while modules are imported find nothing
-with cuda_uninitialized():
+with before_fork.cuda_uninitialized():
     for _module in MODULES:
         with suppress(
             ImportError

@@ -24,13 +24,16 @@ def run_exit_functions() -> None:
 
 
 def end_ranks_within(seconds: float) -> None:
-    """Let torchrun kill what it has forked after so many seconds: of ranks that do not end when another one has
-    failed, it waits for 30 seconds, whatever ``--shutdown-timeout`` says (torch 2.13, read in 2.14)."""
+    """Let torchrun kill ranks that do not end, when another one has failed, after so many seconds.
+
+    It waits 30 seconds for those that it has forked, whatever ``--shutdown-timeout`` says (torch 2.13; read in
+    2.14).
+    """
     from torch.multiprocessing import ProcessContext
 
     wait = ProcessContext._join_procs_with_timeout
 
-    def wait_no_longer(ranks: ProcessContext, timeout: float) -> None:
+    def wait_no_longer(ranks: Any, timeout: float) -> None:
         wait(ranks, min(timeout, seconds))
 
-    ProcessContext._join_procs_with_timeout = wait_no_longer
+    ProcessContext._join_procs_with_timeout = wait_no_longer  # type: ignore[assignment,method-assign]

@@ -28,7 +28,7 @@ from torchtune_adaptive.cli import forked_rank, private
 from torchtune_adaptive.cli.elastic import FAILURES, Devices, bounds
 from torchtune_adaptive.cli.recipe_argument import config_of
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.core import require_accelerator
+from torchtune_adaptive.core import before_fork
 from torchtune_adaptive.recipe import file_of_recipe, find_config, runs_on_ranks
 
 _PRELOADED = "torchtune_adaptive.cli.preloaded"
@@ -159,7 +159,7 @@ def _require_forked() -> None:
     """End with an error where a rank could not be forked from the same server."""
     preloaded = sys.modules[_PRELOADED]
     assert not preloaded.THREADS, f"imports have started threads: {preloaded.THREADS}"
-    require_accelerator()
+    before_fork.require_accelerator()
 
 
 def _all_done(processes: Sequence[BaseProcess]) -> bool:
@@ -270,7 +270,7 @@ def _working(names: Sequence[str], asked: argparse.Namespace) -> list[str]:
 def _use(name: str) -> None:
     """Compute something on a GPU."""
     os.environ[_VISIBLE] = name
-    require_accelerator()
+    before_fork.require_accelerator()
 
 
 def given_reason(error: ChildFailedError) -> str | None:
