@@ -26,8 +26,7 @@ def run_exit_functions() -> None:
 def end_ranks_within(seconds: float) -> None:
     """Let torchrun kill ranks that do not end, when another one has failed, after so many seconds.
 
-    It waits 30 seconds for those that it has forked, whatever ``--shutdown-timeout`` says (torch 2.13; read in
-    2.14).
+    It waits 30 seconds for those that it has forked, whatever ``--shutdown-timeout`` says (torch 2.13).
     """
     from torch.multiprocessing import ProcessContext
 
