@@ -91,7 +91,8 @@ def state():
     loggers = [logging.getLogger(name) for name in (None, "torchtune.utils._logging", "torch")]
     said = [(each.filters, each.level, each.handlers, each.disabled) for each in loggers]
     return repr((said, logging.root.manager.disable, warnings.filters, dict(os.environ)))
-OWN_PROCESS = ("torchtune_adaptive.recipe.plan.preload", "torchtune_adaptive.__main__")
+OWN_PROCESS = ("torchtune_adaptive.recipe.plan.preload", "torchtune_adaptive.cli.preloaded",
+    "torchtune_adaptive.__main__")
 BESIDE_AXOLOTL = ("torchtune_adaptive.integrations.axolotl",)  # which loads it
 import torchtune.datasets, torchao, matplotlib
 before = state()

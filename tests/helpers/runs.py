@@ -133,12 +133,13 @@ def assert_found_by_trying(
     assert found == {size - 1} and size > 3
 
 
-def logged(folder: Path) -> dict[int, float]:
-    """The loss of each step, which is the same in each attempt that came to it."""
+def logged(folder: Path, rel: float = 0.0) -> dict[int, float]:
+    """The loss of each step, which is the same, within ``rel``, in each attempt that came to it."""
     found: dict[int, float] = {}
     for log in (folder / "out" / "logs").iterdir():
         for step, loss in re.findall(r"Step (\d+) \|.*?(?<!_)loss:(\S+)", log.read_text()):
-            assert found.setdefault(int(step), float(loss)) == float(loss), step
+            first = found.setdefault(int(step), float(loss))
+            assert first == pytest.approx(float(loss), rel=rel, abs=0.0), step
     return found
 
 

@@ -47,7 +47,7 @@ _HELP = {
 }
 _OF_THE_LIBRARY = ("plan", "cache")
 """Commands that need no recipes, or ask for them where they do."""
-_THEIRS = {"run": "Run", "cat": "Cat", "cp": "Copy", "download": "Download"}
+_THEIRS = {"cat": "Cat", "cp": "Copy", "download": "Download"}
 """torchtune's classes for its commands, each in a module of the command's name."""
 
 
@@ -66,8 +66,11 @@ def main() -> None:
     except Exception as error:
         if type(error).__name__ != "ChildFailedError":  # by name, since torch may not be imported
             raise
+        from torchtune_adaptive.cli.run_command import given_reason
+
         # Where the first rank to fail gave a reason of one line, that line says more than torchrun's report.
-        print(_reason(error) or error, file=sys.stderr)
+        reason: Any = given_reason(error)  # type: ignore[arg-type]
+        print(f"\n{PROGRAM}: {reason}" if reason else error, file=sys.stderr)
         sys.exit(1)
 
 
@@ -85,15 +88,6 @@ def _end_unread() -> None:
     sys.exit(128 + signal.SIGPIPE)
 
 
-def _reason(error: Any) -> str | None:
-    """Why the ranks of a run have ended, if the first to fail gave a reason without a traceback."""
-    rank, failure = error.get_first_failure()
-    said = failure.message
-    if not isinstance(said, dict) or "py_callstack" in said.get("extraInfo", {}):
-        return None
-    return f"\n{PROGRAM}: rank {rank}: {said['message']}"
-
-
 def _run(argv: list[str]) -> None:
     command = argv[1] if len(argv) > 1 else ""
     if command in _HELP and command not in _OF_THE_LIBRARY:
@@ -102,7 +96,11 @@ def _run(argv: list[str]) -> None:
     if command in ("run", "find") and argv[2:] and not asks_for_help:
         from torchtune_adaptive.cli.recipe_argument import require_recipe
 
-        require_recipe(command, argv[2:])  # before torchtune's parser, whose import takes seconds
+        require_recipe(command, argv[2:])  # before torchrun's parser, whose import takes seconds
+    if command == "run":
+        from torchtune_adaptive.cli.run_command import run
+
+        return run(argv[2:])
     parser, commands = _parsers(command)
     if command in _HELP and len(argv) == 2 and command != "ls":
         commands[command].print_help(sys.stderr)
@@ -124,8 +122,8 @@ def _parsers(command: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="torchtune's command line, plus recipes that find their own batch size.",
-        epilog="`find`, `plan`, `cache` and `validate` are ours; the other commands are torchtune's. All but "
-        "`cache` and `plan --trainer` need torchtune and the recipes.",
+        epilog="`run`, `find`, `plan`, `cache` and `validate` are ours; the other commands are torchtune's. "
+        "All but `cache` and `plan --trainer` need torchtune and the recipes.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.set_defaults(func=lambda _: parser.print_help())
@@ -194,19 +192,18 @@ def _add_find(parser: argparse.ArgumentParser) -> None:
 def _find(argv: list[str]) -> None:
     """Run the recipe up to where it has found its batch size, and print only the overrides on stdout."""
     from torchtune_adaptive.cli.recipe_argument import config_of
+    from torchtune_adaptive.cli.run_command import run
     from torchtune_adaptive.recipe import BLOCK
 
     cfg = config_of(argv[2:])
     fastest = bool(cfg.get(_FASTEST, False))
     report = Path(str(cfg.get("output_dir"))) / (_FOUND_FASTEST if fastest else _FOUND)
     before = _written(report)
-    # torchtune tells launched from single runs by counting sys.argv, so that is what is rewritten.
-    argv[1:2] = ["run"]
-    argv += () if fastest else ("use_maximum_batch_size=True",)
-    argv.append(f"{BLOCK}.search_only=True")
+    only = () if fastest else ("use_maximum_batch_size=True",)
+    arguments = [*argv[2:], *only, f"{BLOCK}.search_only=True"]
     with _stdout_to_stderr():
         try:
-            _run(argv)
+            run(arguments)
         except SystemExit as end:  # of a recipe in this process
             if end.code:
                 raise

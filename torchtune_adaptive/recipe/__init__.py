@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.recipe.registry import (
         RECIPES,
         configs_of_model,
+        file_of_recipe,
         find_config,
         is_config_name,
         is_module,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         nearest_recipe,
         our_recipe_for,
         register,
+        runs_on_ranks,
         torchtune_recipes,
         with_overrides,
     )

@@ -56,6 +56,23 @@ def _their_recipes() -> set[str]:
     return {recipe.name for recipe in torchtune_recipes()} - set(RECIPES)
 
 
+def file_of_recipe(name: str) -> str | None:
+    """The file of a recipe, ours or torchtune's, by its name; None for any other."""
+    recipe = _named(name)
+    # The path of one of ours is absolute, which overrides the folder.
+    return str(_torchtune_folder().parent / "recipes" / recipe.file_path) if recipe else None
+
+
+def runs_on_ranks(name: str) -> bool:
+    """Whether a recipe may be started on several ranks; one of the user's own may."""
+    recipe = _named(name)
+    return recipe is None or recipe.supports_distributed
+
+
+def _named(name: str) -> Any:
+    return next((recipe for recipe in torchtune_recipes() if recipe.name == name), None)
+
+
 def is_module(name: str) -> bool:
     """Whether this is a module, as one of the user's own recipes may be, also in the working directory."""
     _add_working_directory()
