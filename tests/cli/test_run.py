@@ -137,7 +137,7 @@ def capability(device=None):
     assert os.getpid() != here, "CUDA is initialized before the fork"
     {answer}
 torch.cuda.get_device_capability = capability
-from torchtune_adaptive.core import before_fork
+from torchtune_adaptive.cli import before_fork
 with before_fork.cuda_uninitialized():
     print(torch.cuda.get_device_capability())
 assert torch.cuda.get_device_capability is capability
