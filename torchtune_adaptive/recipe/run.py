@@ -15,6 +15,7 @@ from torchtune import training
 
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.core import (
+    DropoutKeys,
     Epochs,
     Generators,
     Loader,
@@ -262,6 +263,10 @@ class Run:
             batch.micro_batches,
             self.settings.num_workers,
         )
+        if self.settings.dropout == "sample":
+            device, sequences = self.environment.device, data.rows.sequences
+            keys = DropoutKeys(model.module, self.progress.seed, sequences, device)
+            loader.running = keys.running
         epochs = Epochs.of(order.per_epoch, batch.start, self.progress.max_steps_per_epoch)
         return RowSource(loader, epochs, data.rows.sample)
 

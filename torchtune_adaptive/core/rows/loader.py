@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import atexit
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any, ClassVar
@@ -36,6 +37,11 @@ class Loader:
     micro_batches: MicroBatches
     num_workers: int = 0
     """Processes that fetch and collate ahead."""
+    running: Callable[[int, int, Sequence[int]], AbstractContextManager[Any]] = (
+        lambda epoch, used, samples: nullcontext()
+    )
+    """Makes the context in which a micro-batch runs: given the epoch, the samples that all ranks have used of
+    it before this step, and those of the micro-batch; none if its rows do not count."""
 
     def epoch(self, epoch: int, used: int = 0) -> EpochRows:
         """This rank's samples of an epoch, of which all ranks together have used the first ``used``."""
@@ -114,7 +120,7 @@ class EpochRows:
     """Whether training ends here, although there may be more rows."""
 
     def __init__(self, loader: Loader, epoch: int, used: int = 0) -> None:
-        self._loader = loader
+        self._loader, self._epoch = loader, epoch
         # A rank that divides its own samples alone does it as if there were no others.
         alone = not loader.micro_batches.needs_all_ranks
         mine = (loader.rank, loader.ranks) if alone else (0, 1)
@@ -134,12 +140,14 @@ class EpochRows:
             # Each step is divided once: for its samples to be fetched, and for their number to be known.
             to_fetch, self._steps_to_come = tee(self._steps(self.used, samples, size))
             self._micro_batches = self._loader.bring(to_fetch)
-        self._running = (self.used + samples, samples, size)
+        used = self.used
+        self._running = (used + samples, samples, size)
         self.loaded = []
         portions = len(next(self._steps_to_come, ()))
         for micro_batch, batch in islice(self._micro_batches, portions):
             self.loaded.append(micro_batch)
-            yield batch
+            with self._loader.running(self._epoch, used, micro_batch.sample_ids):
+                yield batch
 
     def begin_step(self) -> bool:
         """Get ready for the next step; False if there was a request to stop meanwhile."""

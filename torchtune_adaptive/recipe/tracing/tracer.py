@@ -12,7 +12,16 @@ from torch import nn
 from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
 
-from torchtune_adaptive.core import Batch, Choice, Objective, StepOptions, TrainStep, knobs
+from torchtune_adaptive.core import (
+    Batch,
+    Choice,
+    Objective,
+    StepOptions,
+    TrainStep,
+    drop,
+    drop_in_parts,
+    knobs,
+)
 from torchtune_adaptive.planner import RecordedStep, StepTracer, fill
 from torchtune_adaptive.recipe.checkpoints.policy_and_value import PolicyAndValue
 from torchtune_adaptive.recipe.kinds.by_name import recipe_kind
@@ -105,6 +114,8 @@ class Tracer(StepTracer):
 
     def as_compiled(self, function: Any, **options: Any) -> Any:
         """The same; but a layer of packed rows is several regions."""
+        if function is drop and self.regions is None:
+            return drop_in_parts  # which takes about as little memory as the kernel
         layer = getattr(function, "__self__", None)
         if self.regions is None or not (self._packed and is_split(layer)):
             return super().as_compiled(function, **options)
