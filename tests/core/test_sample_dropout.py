@@ -299,7 +299,7 @@ def test_other_random_numbers_are_noticed_in_the_first_micro_batch() -> None:
 def test_rows_must_come_first() -> None:
     model, tokens = Layers(), torch.randn(6, 24)
     keys = keyed(model)
-    with keys.running(0, 0, [1, 2, 3]), pytest.raises(UsageError, match="the 3 rows .* 6 x 24"):
+    with keys.running(0, 0, [1, 2, 3]), pytest.raises(UsageError, match=r"the 3 rows .* 6 x 24"):
         model(tokens)
 
 

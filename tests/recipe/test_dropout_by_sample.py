@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.recipes import tiny_config
 from tests.helpers.runs import (
     RESUME,
     Records,
     assert_same_end,
-    assert_same_steps,
     losses,
     refused,
     stopped_after,
     train,
     undisturbed,
 )
+from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.recipe.settings.checks import check
+from torchtune_adaptive.recipe.settings.kind_table import KINDS
 
 pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
@@ -26,8 +29,8 @@ DROPOUT: dict[str, Any] = {
     "model.lora_dropout": 0.3,
     "max_steps_per_epoch": 4,
 }
-EVERY_STEP_SAVED = {"save_every_n_steps": 1, "keep_last_n_checkpoints": 9}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+EVERY_STEP_SAVED = {"save_every_n_steps": 1, "keep_last_n_checkpoints": 20}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("lora", {}),
     "dora": ("lora", {"model.use_dora": True}),
     "dpo": ("lora_dpo", {}),
@@ -37,26 +40,25 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "lora",
         {
             "dataset.packed": True,
-            "dataset.split": "train[:150]",
+            "dataset.split": "train[:500]",
             "tokenizer.max_seq_len": 256,
-            "max_steps_per_epoch": 2,
         },
     ),
 }
-OTHERS_EXHAUSTIVE = [
+EACH = [
     "lora",
-    *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in [*KINDS][1:]),
+    *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in [*RUNS][1:]),
 ]
 
 
 def assert_same_losses(records: Records, expected: Records) -> None:
     assert losses(records) == pytest.approx(losses(expected), rel=0, abs=1e-6)
-    assert len(set(losses(expected))) == len(expected) > 1, "nothing was learnt"
+    assert len(set(losses(expected))) > 1, "nothing was learnt"
 
 
-@pytest.mark.parametrize("kind", OTHERS_EXHAUSTIVE)
+@pytest.mark.parametrize("kind", EACH)
 def test_micro_batches_of_any_size(kind: str, tmp_path: Path) -> None:
-    kind, changes = KINDS[kind]
+    kind, changes = RUNS[kind]
     changes = {**DROPOUT, **changes}
     _, whole = undisturbed(kind, 1, **changes)
     for size in (1, 2):
@@ -66,10 +68,10 @@ def test_micro_batches_of_any_size(kind: str, tmp_path: Path) -> None:
     assert losses(train(kind, tmp_path / "torch", 1, **torchs)) != losses(whole)
 
 
-@pytest.mark.parametrize("kind", OTHERS_EXHAUSTIVE)
+@pytest.mark.parametrize("kind", EACH)
 def test_any_ranks(kind: str, tmp_path: Path) -> None:
     """From the second step on: on each number of ranks, new adapters are other ones."""
-    kind, changes = KINDS[kind]
+    kind, changes = RUNS[kind]
     changes = {**DROPOUT, **EVERY_STEP_SAVED, **changes, "batch_size": 2}
     folder, two = undisturbed(kind, 2, **changes)
     for ranks in (1, 4):
@@ -86,7 +88,7 @@ def test_a_resumed_run_and_an_epoch_with_repeated_samples(tmp_path: Path) -> Non
     stopped = stopped_after(7, folder, tmp_path / "resumed")
     assert_same_end(train("lora", stopped, 2, **changes, **RESUME), two)
     alone = stopped_after(4, folder, tmp_path / "alone")
-    assert_same_steps(train("lora", alone, 1, **changes, **RESUME), two[4:])
+    assert_same_losses(train("lora", alone, 1, **changes, **RESUME), two[4:])
 
 
 def test_checkpointing_changes_no_bit(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_a_retry_after_running_out_of_memory(tmp_path: Path) -> None:
     assert_same_losses(retried, plain)
 
 
-def test_a_search_changes_no_bit_and_finds_more_than_with_torchs_masks(tmp_path: Path) -> None:
+def test_a_search_changes_no_bit(tmp_path: Path) -> None:
     searched = {
         **DROPOUT,
         "use_maximum_batch_size": True,
@@ -119,9 +121,7 @@ def test_a_search_changes_no_bit_and_finds_more_than_with_torchs_masks(tmp_path:
     size = int(found[0]["micro_batch_size"])
     fixed = {**DROPOUT, "batch_size": size, "max_steps_per_epoch": 3}
     assert losses(found) == losses(train("lora", tmp_path / "fixed", 1, **fixed))
-    assert found[-1]["retried_steps"] == 0
-    torchs = {**searched, "adaptive_batching.dropout": "torch"}
-    assert size > train("lora", tmp_path / "torch", 1, **torchs)[0]["micro_batch_size"] > 1
+    assert found[-1]["retried_steps"] == 0 and size > 1
 
 
 @pytest.mark.exhaustive
@@ -134,21 +134,35 @@ def test_a_token_budget(tmp_path: Path) -> None:
         assert_same_losses(records, whole)
 
 
+def test_dropout_inside_of_attention_is_refused(tmp_path: Path) -> None:
+    said = refused("ConfigError", "lora", tmp_path, **DROPOUT, **{"model.attn_dropout": 0.1})
+    assert (
+        "adaptive_batching.dropout: 'sample' does not work with layers.0.attn.attn_dropout" in said
+    )
+    assert "Set it to torch" in said
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
-        ("lora", {"model.attn_dropout": 0.1}, "layers.0.attn.attn_dropout"),
-        ("grpo_lora", {}, "generates its rows"),
-        ("full", {"tensor_parallel_dim": 2}, "tensor_parallel_dim splits them"),
+        ("grpo_lora", {}, "this recipe generates its rows"),
+        (
+            "full",
+            {"tensor_parallel_dim": 2, "tensor_parallel_plan": {"_component_": "a.b"}},
+            "tensor_parallel_dim splits them",
+        ),
         ("full", {"context_parallel_dim": 2}, "context_parallel_dim splits them"),
-        ("lora_vision", {}, "images are padded in the middle"),
+        (
+            "lora",
+            {"collate_fn": "torchtune.data.padded_collate_tiled_images_and_mask"},
+            "images are padded in the middle",
+        ),
     ],
 )
 def test_what_has_no_place_in_a_row_is_refused(
     kind: str, changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    changes = {"adaptive_batching.dropout": "sample", **changes}
-    ranks = 2 if "full" in kind else 1
-    found = refused("ConfigError", kind, tmp_path, ranks, **changes)
-    assert "adaptive_batching.dropout: sample" in found and said in found
-    assert "Set it to torch" in found
+    check(tiny_config(kind, tmp_path, **changes), KINDS[kind])
+    cfg = tiny_config(kind, tmp_path, **changes, **{"adaptive_batching.dropout": "sample"})
+    with pytest.raises(ConfigError, match=f"^adaptive_batching.dropout: 'sample' .*{said}"):
+        check(cfg, KINDS[kind])

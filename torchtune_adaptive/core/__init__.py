@@ -46,12 +46,7 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.core.step.phase import Phase
     from torchtune_adaptive.core.step.retry import Adjustment, StepRunner
-    from torchtune_adaptive.core.step.sample_dropout import (
-        DropoutKeys,
-        drop,
-        drop_by_sample,
-        drop_in_parts,
-    )
+    from torchtune_adaptive.core.step.sample_dropout import DropoutKeys, drop, drop_by_sample
     from torchtune_adaptive.core.step.snapshot import Generators
     from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 else:

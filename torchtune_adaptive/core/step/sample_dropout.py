@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.common import UsageError
-from torchtune_adaptive.core.step.snapshot import Generators
 
 Drop: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
 """Drops elements of rows, given the two keys of each row, the least number of an element that is kept, and
@@ -29,7 +28,13 @@ _PART = 1 << 16
 _MOST_PARTS = 16
 """Elements in a part, of which the temporaries fit a CPU's cache; and the parts that there are at most."""
 
-_CANNOT_BE_KEYED = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_CANNOT_BE_KEYED = (
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 _INSIDE = ("attn_dropout", "attention_dropout", "dropout_p", "dropout")
 """Names of attributes by which modules drop out in their own way, such as inside of attention."""
 
@@ -81,8 +86,8 @@ def drop_in_parts(
     parts = min(_MOST_PARTS, -(-x.numel() // _PART))
     result = torch.empty_like(positions)
     split = (each.tensor_split(parts) for each in (result, positions, *numbers))
-    for part, *of_part in zip(*split, strict=True):
-        part.copy_(_dropped(*of_part, least, factor))
+    for part, of_part, first, second in zip(*split, strict=True):
+        part.copy_(_dropped(of_part, first, second, least, factor))
     return result.view_as(x)
 
 
@@ -136,9 +141,7 @@ class SampleDropout(nn.Dropout):
             )
         if torch.compiler.is_compiling():  # the compiler decides what backward computes again
             return drop(x, keys, self._least, self._factor)
-        result: torch.Tensor = _Dropped.apply(  # type: ignore[no-untyped-call]
-            x, keys, self._least, self._factor, self._drop
-        )
+        result: torch.Tensor = _Dropped.apply(x, keys, self._least, self._factor, self._drop)
         return result
 
 
@@ -192,14 +195,14 @@ class DropoutKeys:
             used: the samples of the epoch that steps before this one have used, over all ranks.
             samples: those of the micro-batch; none if its rows do not count.
         """
-        generators = None if self._is_sure else Generators(self._device)
+        before = None if self._is_sure else _generators(self._device)
         if samples:
             self._set(self.of(epoch, used, samples).to(self._device).unbind())
         try:
             yield
         finally:
             self._set([None] * len(self._layers))
-        if generators is not None and generators.have_moved():
+        if before is not None and not torch.equal(before, _generators(self._device)):
             raise UsageError(
                 "dropout: by sample, but the model draws random numbers in other ways than by nn.Dropout, "
                 "such as torch.nn.functional.dropout, or noise. These belong to no sample. Use torch's "
@@ -216,6 +219,14 @@ class DropoutKeys:
     def _set(self, keys: Sequence[torch.Tensor | None]) -> None:
         for layer, of_layer in zip(self._layers, keys, strict=True):
             layer.row_keys = of_layer
+
+
+def _generators(device: torch.device) -> torch.Tensor:
+    """The state of the generators that a model on a device draws from."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return torch.cat(states)
 
 
 def _hashed(texts: Iterator[str]) -> npt.NDArray[np.uint64]:

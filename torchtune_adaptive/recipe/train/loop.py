@@ -310,7 +310,8 @@ class TrainingLoop:
         elif ranks.is_zero:
             log.warning(
                 f"The checkpoint was written by {counted(len(generators), 'rank')}, this run has "
-                f"{ranks.size}: data resumes at the same sample, but RNG state (dropout of torch) is not restored."
+                f"{ranks.size}: data resumes at the same sample, but RNG state (torch's dropout) is not "
+                "restored."
             )
         # Those of all ranks, which only rank 0 needs to have, and only while it saves.
         self.progress.training = replace(saved, generators=NO_GENERATORS)
