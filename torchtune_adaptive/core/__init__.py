@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.sizes.recovery import Recovery
     from torchtune_adaptive.core.sizes.scaling import LrScaling, lr_factor
     from torchtune_adaptive.core.sizes.split import Epochs, Rounding, Split, candidates
-    from torchtune_adaptive.core.step import knobs, recompute
+    from torchtune_adaptive.core.step import knobs, recompute, sample_dropout
     from torchtune_adaptive.core.step.exchange import StepDone
     from torchtune_adaptive.core.step.knobs import Choice, Switches
     from torchtune_adaptive.core.step.objective import (
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.core.step.phase import Phase
     from torchtune_adaptive.core.step.retry import Adjustment, StepRunner
-    from torchtune_adaptive.core.step.sample_dropout import DropoutKeys, drop, drop_by_sample
     from torchtune_adaptive.core.step.snapshot import Generators
     from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 else:

@@ -15,7 +15,6 @@ from torchtune import training
 
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.core import (
-    DropoutKeys,
     Epochs,
     Generators,
     Loader,
@@ -26,6 +25,7 @@ from torchtune_adaptive.core import (
     TrainStep,
     Watchdog,
     device_memory,
+    sample_dropout,
 )
 from torchtune_adaptive.recipe.checkpoints.config_changes import batch_keys, change, training_config
 from torchtune_adaptive.recipe.checkpoints.folder import take_output_folders
@@ -265,7 +265,7 @@ class Run:
         )
         if self.settings.dropout == "sample":
             device, sequences = self.environment.device, data.rows.sequences
-            keys = DropoutKeys(model.module, self.progress.seed, sequences, device)
+            keys = sample_dropout.DropoutKeys(model.module, self.progress.seed, sequences, device)
             loader.running = keys.running
         epochs = Epochs.of(order.per_epoch, batch.start, self.progress.max_steps_per_epoch)
         return RowSource(loader, epochs, data.rows.sample)

@@ -29,7 +29,7 @@ from torchtune.modules.peft import (
 )
 
 from torchtune_adaptive.common import CheckpointError, ConfigError, UsageError
-from torchtune_adaptive.core import drop_by_sample
+from torchtune_adaptive.core import sample_dropout
 from torchtune_adaptive.recipe.components import make
 from torchtune_adaptive.recipe.private import has_quantized_base, wait_for
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
@@ -262,7 +262,7 @@ def _drop_as_asked(model: nn.Module, asked: Asked, environment: Environment) -> 
     if asked.settings.dropout == "torch":
         return
     try:
-        drop_by_sample(model, compiled=environment.device.type != "cpu")
+        sample_dropout.drop_by_sample(model, compiled=environment.device.type != "cpu")
     except UsageError as error:
         reason = f"does not work with {str(error).rstrip('.')}"
         remedy = "Set it to torch, or the other to 0"

@@ -18,8 +18,8 @@ from torchtune_adaptive.core import (
     Objective,
     StepOptions,
     TrainStep,
-    drop,
     knobs,
+    sample_dropout,
 )
 from torchtune_adaptive.planner import RecordedStep, StepTracer, fill
 from torchtune_adaptive.recipe.checkpoints.policy_and_value import PolicyAndValue
@@ -113,7 +113,7 @@ class Tracer(StepTracer):
 
     def as_compiled(self, function: Any, **options: Any) -> Any:
         """The same; but a layer of packed rows is several regions."""
-        if function is drop and self.regions is None:
+        if function is sample_dropout.drop and self.regions is None:
             return lambda rows, *_: torch.empty_like(rows)  # one kernel, without temporaries
         layer = getattr(function, "__self__", None)
         if self.regions is None or not (self._packed and is_split(layer)):
