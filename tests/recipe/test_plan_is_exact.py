@@ -146,7 +146,7 @@ def measured_of_packs(cfg: DictConfig) -> list[dict[tuple[int, int], int]]:
     return [measured_peaks(Asked.of(cfg), FEW_SIZES, maker) for maker in makers]
 
 
-def predicted_of_packs(cfg: DictConfig) -> dict[tuple[int, int], int]:
+def predicted_directly(cfg: DictConfig) -> dict[tuple[int, int], int]:
     return traced_peaks(Tracer(Asked.of(cfg), ranks=1), FEW_SIZES)
 
 
@@ -154,8 +154,27 @@ def predicted_of_packs(cfg: DictConfig) -> dict[tuple[int, int], int]:
 def test_packed_rows_are_predicted_with_their_mask() -> None:
     cfg = OmegaConf.merge(a_config("full", True, 1, 512), {"dataset": {"packed": True}})
     [measurements] = run_ranks(measured_of_packs, 1, cfg)
-    [prediction] = run_ranks(predicted_of_packs, 1, cfg, join=False)
+    [prediction] = run_ranks(predicted_directly, 1, cfg, join=False)
     assert measurements == [prediction] * 2
+
+
+def test_dropout_by_sample_is_predicted() -> None:
+    """On a GPU it keeps no mask, as predicted, where torch's keeps a byte for each element."""
+    cfg = a_config("lora", False, 1, 512)
+    changes = {"adaptive_batching.dropout": "sample", "model.lora_dropout": 0.1}
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key, value, force_add=True)
+    [[measurement]] = run_ranks(measured, 1, [cfg], FEW_SIZES)
+    [prediction] = run_ranks(predicted_directly, 1, cfg, join=False)
+    assert prediction == measurement
+    cfg.device = "cuda"
+    [ours] = run_ranks(predicted_directly, 1, cfg, join=False)
+    cfg.adaptive_batching.dropout = "torch"
+    [torchs] = run_ranks(predicted_directly, 1, cfg, join=False)
+    cfg.model.lora_dropout = 0.0
+    [none] = run_ranks(predicted_directly, 1, cfg, join=False)
+    for size in FEW_SIZES:
+        assert none[size] < ours[size] < torchs[size]
 
 
 @pytest.mark.exhaustive

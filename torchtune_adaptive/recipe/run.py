@@ -25,6 +25,7 @@ from torchtune_adaptive.core import (
     TrainStep,
     Watchdog,
     device_memory,
+    sample_dropout,
 )
 from torchtune_adaptive.recipe.checkpoints.config_changes import batch_keys, change, training_config
 from torchtune_adaptive.recipe.checkpoints.folder import take_output_folders
@@ -262,6 +263,10 @@ class Run:
             batch.micro_batches,
             self.settings.num_workers,
         )
+        if self.settings.dropout == "sample":
+            device, sequences = self.environment.device, data.rows.sequences
+            keys = sample_dropout.DropoutKeys(model.module, self.progress.seed, sequences, device)
+            loader.running = keys.running
         epochs = Epochs.of(order.per_epoch, batch.start, self.progress.max_steps_per_epoch)
         return RowSource(loader, epochs, data.rows.sample)
 
@@ -342,8 +347,8 @@ class Run:
                 f" and the global batch of {counted(new, sample)} stay" if old == new else " stays"
             )
             log.info(
-                f"{counted(now, 'rank')} instead of {before}: the order of samples{stays} ({split.text()}). "
-                "What torch draws at random, such as dropout, is drawn anew."
+                f"{counted(now, 'rank')} instead of {before}: the order of samples{stays} ({split.text()})."
+                + (" torch draws dropout anew." if self.settings.dropout == "torch" else "")
             )
 
     def _say_change(self, line: str) -> None:

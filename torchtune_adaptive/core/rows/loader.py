@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import atexit
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any, ClassVar
@@ -41,6 +42,11 @@ class Loader:
     micro_batches: MicroBatches
     num_workers: int = 0
     """Processes that fetch and collate ahead."""
+    running: Callable[[int, int, Sequence[int]], AbstractContextManager[Any]] = (
+        lambda epoch, used, samples: nullcontext()
+    )
+    """Makes the context in which a micro-batch runs: given the epoch, the samples that all ranks have used of
+    it before this step, and those of the micro-batch; none if its rows do not count."""
 
     def epoch(self, epoch: int, used: int = 0) -> EpochRows:
         """This rank's samples of an epoch, of which all ranks together have used the first ``used``."""
@@ -120,8 +126,7 @@ class EpochRows:
     """Whether training ends here, although there may be more rows."""
 
     def __init__(self, loader: Loader, epoch: int, used: int = 0) -> None:
-        self._loader = loader
-        self._epoch = epoch
+        self._loader, self._epoch = loader, epoch
         self.used = used
         """Samples used so far, over all ranks."""
         self.loaded: list[MicroBatch] = []
@@ -142,19 +147,19 @@ class EpochRows:
     def step(self, samples: int, size: int) -> Iterator[Any]:
         """This rank's share of the next ``samples``, in portions of ``size``; the last may be smaller."""
         if self._running != (self.used, samples, size):
-            if (
-                samples % self._sharers
-            ):  # or the next step's samples are dealt out from another rank on
-                self._know(alone=False)
+            if samples % self._sharers:
+                self._know(alone=False)  # the next step's samples begin in the middle of a round
             # Each step is divided once: for its samples to be fetched, and for their number to be known.
             to_fetch, self._steps_to_come = tee(self._steps(self.used, samples, size))
             self._micro_batches = self._loader.bring(to_fetch)
-        self._running = (self.used + samples, samples, size)
+        used = self.used
+        self._running = (used + samples, samples, size)
         self.loaded = []
         portions = len(next(self._steps_to_come, ()))
         for micro_batch, batch in islice(self._micro_batches, portions):
             self.loaded.append(micro_batch)
-            yield batch
+            with self._loader.running(self._epoch, used, micro_batch.sample_ids):
+                yield batch
 
     def begin_step(self) -> bool:
         """Get ready for the next step; False if there was a request to stop meanwhile."""

@@ -72,6 +72,8 @@ class Rows(ABC):
 
     sample: ClassVar[str] = "row"
     """What one of them is called."""
+    sequences: ClassVar[int] = 1
+    """The sequences of each; a batch has the first ones of all samples, then the second ones."""
     keys: ClassVar[tuple[str, ...]] = ("tokens", "labels")
     """The keys that a row must have."""
     packed: bool = False

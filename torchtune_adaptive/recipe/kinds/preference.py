@@ -24,6 +24,7 @@ class Pairs(Rows):
     """Pairs of a chosen and a rejected row. A batch has all chosen rows, then all rejected ones."""
 
     sample = "pair"
+    sequences = len(_SIDES)
     keys = ("chosen_input_ids", "rejected_input_ids")
 
     def length(self, row: Row) -> int:

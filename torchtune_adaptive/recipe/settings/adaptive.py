@@ -190,6 +190,11 @@ class AdaptiveSettings:
     takes no memory and no time to make, for hundreds of millions of samples. A resumed run keeps its order
     (docs/how-it-works.md)."""
 
+    dropout: Literal["torch", "sample"] = _setting("torch", result=True)
+    """The random numbers of dropout: those of ``torch``, as in torchtune, which follow the ranks and the
+    micro-batches; or of the ``sample``: the same on any ranks, in micro-batches of any size
+    (docs/determinism.md)."""
+
     num_workers: Annotated[int, at_least(0, 256)] = _setting(0, memory=False)
     """Processes per rank that fetch and collate rows ahead. ``workers``, its name in version 0.1.0, is read
     too."""

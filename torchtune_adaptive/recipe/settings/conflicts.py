@@ -30,6 +30,8 @@ def conflicts(asked: Asked) -> Iterator[Conflict]:
         yield from _conflicts_with_optimizer_in_backward(settings)
     yield from _conflicts_of_decisions(kind, settings)
     yield from _conflicts_with_config(asked)
+    if settings.dropout == "sample":
+        yield from _conflicts_of_dropout(asked)
     if kind.generates:
         yield from _conflicts_of_rollouts(asked)
     if kind.name == "ppo":
@@ -295,6 +297,23 @@ def _conflicts_with_config(asked: Asked) -> Iterator[Conflict]:
         "cannot be combined with tensor_parallel_dim: logits are whole only outside of the last projection",
         "Set it to False, or tensor_parallel_dim=1",
     )
+
+
+def _conflicts_of_dropout(asked: Asked) -> Iterator[Conflict]:
+    """Rows that do not have the same places on any ranks, in any micro-batch."""
+    rows = {
+        "this recipe generates its rows, and trains without dropout": asked.kind.generates,
+        f"{TENSORS} splits them over ranks": asked.holders > 1,
+        f"{CONTEXT} splits them over ranks": asked.contexts > 1,
+        "images are padded in the middle of them": asked.images,
+    }
+    for reason, there in rows.items():
+        yield (
+            there,
+            f"{BLOCK}.dropout",
+            f"needs rows that are the same in any micro-batch, but {reason}",
+            "Set it to torch",
+        )
 
 
 def _conflicts_of_rollouts(asked: Asked) -> Iterator[Conflict]:

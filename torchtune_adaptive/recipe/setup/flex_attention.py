@@ -15,7 +15,8 @@ from torchtune_adaptive.recipe.upstream import has_flex_attention
 
 def compiles(asked: Asked) -> bool:
     """Whether a run compiles anything: a rank may then take long where another one has it in its cache."""
-    return bool(asked["compile"]) or compiles_attention(asked)
+    dropout = asked.settings.dropout == "sample" and asked["device"] != "cpu"
+    return bool(asked["compile"]) or dropout or compiles_attention(asked)
 
 
 def compiles_attention(asked: Asked) -> bool:

@@ -28,9 +28,11 @@ from torchtune.modules.peft import (
     validate_missing_and_unexpected_for_lora,
 )
 
-from torchtune_adaptive.common import CheckpointError, ConfigError
+from torchtune_adaptive.common import CheckpointError, ConfigError, UsageError
+from torchtune_adaptive.core import sample_dropout
 from torchtune_adaptive.recipe.components import make
 from torchtune_adaptive.recipe.private import has_quantized_base, wait_for
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.keys import COPIES, TENSORS
 from torchtune_adaptive.recipe.settings.kind_table import FrozenModel
@@ -80,6 +82,7 @@ def full_model(
     if tensors.size() > 1:
         _split(model, asked, tensors)
     model = prepare(model)
+    _drop_as_asked(model, asked, environment)
     with sharding():
         _shard(model, asked, data)
     if tensors.size() > 1 and data.size() > 1:
@@ -138,6 +141,7 @@ def lora_model(
 ) -> nn.Module:
     """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
     model = _on_meta(asked, environment, "model", prepare)
+    _drop_as_asked(model, asked, environment)
     if environment.ranks.size > 1:
         _require_shardable(model, asked)
     set_trainable_params(model, get_adapter_params(model))
@@ -251,6 +255,18 @@ def _compile(model: nn.Module) -> None:
 def compile_backend() -> str:
     """The backend for ``torch.compile``, as torchtune chooses it."""
     return os.environ.get("TORCH_COMPILE_BACKEND", "inductor")
+
+
+def _drop_as_asked(model: nn.Module, asked: Asked, environment: Environment) -> None:
+    """Let the dropout of a model that is trained follow the samples, if that is asked for."""
+    if asked.settings.dropout == "torch":
+        return
+    try:
+        sample_dropout.drop_by_sample(model, compiled=environment.device.type != "cpu")
+    except UsageError as error:
+        reason = f"does not work with {str(error).rstrip('.')}"
+        remedy = "Set it to torch, or the other to 0"
+        raise ConfigError(f"{BLOCK}.dropout", "sample", reason, remedy) from None
 
 
 def _shard(

@@ -12,7 +12,15 @@ from torch import nn
 from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
 
-from torchtune_adaptive.core import Batch, Choice, Objective, StepOptions, TrainStep, knobs
+from torchtune_adaptive.core import (
+    Batch,
+    Choice,
+    Objective,
+    StepOptions,
+    TrainStep,
+    knobs,
+    sample_dropout,
+)
 from torchtune_adaptive.planner import RecordedStep, StepTracer, fill
 from torchtune_adaptive.recipe.checkpoints.policy_and_value import PolicyAndValue
 from torchtune_adaptive.recipe.kinds.by_name import recipe_kind
@@ -105,6 +113,8 @@ class Tracer(StepTracer):
 
     def as_compiled(self, function: Any, **options: Any) -> Any:
         """The same; but a layer of packed rows is several regions."""
+        if function is sample_dropout.drop and self.regions is None:
+            return lambda rows, *_: torch.empty_like(rows)  # one kernel, without temporaries
         layer = getattr(function, "__self__", None)
         if self.regions is None or not (self._packed and is_split(layer)):
             return super().as_compiled(function, **options)
