@@ -137,7 +137,7 @@ def capability(device=None):
     assert os.getpid() != here, "CUDA is initialized before the fork"
     {answer}
 torch.cuda.get_device_capability = capability
-from torchtune_adaptive.cli import before_fork
+from torchtune_adaptive.core import before_fork
 with before_fork.cuda_uninitialized():
     print(torch.cuda.get_device_capability())
 assert torch.cuda.get_device_capability is capability
@@ -290,7 +290,9 @@ def test_an_elastic_run_keeps_its_batch_when_a_rank_is_gone(tmp_path: Path) -> N
     options = ("--elastic", "--max-restarts", "2")
     with launched(tmp_path, killed, *options, ranks="1:2", **CHANGES) as run:
         assert run.wait(timeout=300) == 0, said(tmp_path)
-    assert "The global batch stays 4 rows" in said(tmp_path)
+    assert "1 rank instead of 2: the order of samples and the global batch of 4 rows stay" in said(
+        tmp_path
+    )
     _, records = undisturbed("full", 2, **CHANGES)
     expected = dict(enumerate(losses(records), 1))
     assert logged(tmp_path, rel=1e-5) == pytest.approx(expected, rel=1e-5)

@@ -13,8 +13,8 @@ import signal
 import threading
 from contextlib import suppress
 
-from torchtune_adaptive.cli import before_fork
 from torchtune_adaptive.cli.forked_rank import ASKED_TO_STOP
+from torchtune_adaptive.core import before_fork
 
 MODULES = (
     "matplotlib.backends.backend_agg",

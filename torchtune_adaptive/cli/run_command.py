@@ -24,10 +24,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.run import determine_local_world_size, get_args_parser
 from torch.distributed.run import run as torchrun
 
-from torchtune_adaptive.cli import before_fork, forked_rank, private
+from torchtune_adaptive.cli import forked_rank, private
 from torchtune_adaptive.cli.elastic import FAILURES, Devices, bounds
 from torchtune_adaptive.cli.recipe_argument import config_of
 from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.core import before_fork
 from torchtune_adaptive.recipe import file_of_recipe, find_config, runs_on_ranks
 
 _PRELOADED = "torchtune_adaptive.cli.preloaded"

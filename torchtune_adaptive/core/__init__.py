@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
+    from torchtune_adaptive.core.device import before_fork
     from torchtune_adaptive.core.device.accelerator import device_memory
     from torchtune_adaptive.core.device.memory import DeviceMemory, Usage
     from torchtune_adaptive.core.device.simulated import SimulatedMemory
