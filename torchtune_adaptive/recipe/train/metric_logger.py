@@ -78,5 +78,7 @@ def start_metric_logger(cfg: DictConfig, ranks: Ranks) -> MetricLogger | None:
             remedy = "Set it up, or use torchtune.training.metric_logging.DiskLogger"
             problem = f"cannot begin ({type(error).__name__}: {said})", remedy
     if problem := ranks.from_rank_zero(problem):
-        raise ConfigError("metric_logger", cfg.metric_logger._component_, *problem)
+        error = ConfigError("metric_logger", cfg.metric_logger._component_, *problem)
+        error.repeats = False  # a network may be back
+        raise error
     return logger
