@@ -38,7 +38,11 @@ def fail(on=(0, 1, 2), reason="ConfigError: headroom: 2 is not valid"):
 
 
 def report_of(
-    program: str, folder: Path, capfd: pytest.CaptureFixture[str], restarts: int = 0, says: int | None = None
+    program: str,
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
+    restarts: int = 0,
+    says: int | None = None,
 ) -> str:
     """What torchrun says last when three ranks run a program; they themselves say nothing, but the reason
     where torchrun starts them again."""

@@ -228,7 +228,9 @@ def test_who_is_asked_to_stop_does_not_wait_for_a_silent_rank(
     assert survivor.exit_code == EXIT_CODE, survivor.said
     assert f"rank {VICTIM} has sent no sign of life" in survivor.said
     silent = int(re.findall(r"for (\d+) s,", survivor.said)[0])
-    assert silent < 2 * watchdog_module._LIMIT_TO_STOP, "long before a launcher kills it, after 30 s"
+    assert silent < 2 * watchdog_module._LIMIT_TO_STOP, (
+        "long before a launcher kills it, after 30 s"
+    )
 
 
 def test_who_is_asked_to_stop_and_has_lost_contact_ends_at_once(

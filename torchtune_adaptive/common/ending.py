@@ -55,8 +55,8 @@ def explain(reason: str, *, known_to_all: bool = False, repeats: bool = False) -
 def end_if_in_vain() -> None:
     """End now if an earlier attempt has left the reason for which this one would end as well.
 
-    torchrun starts a run again whatever its ranks end with. So this is to be called before anything that takes
-    its time.
+    torchrun starts a run again whatever its ranks end with. So this is to be called before anything that
+    takes its time.
     """
     if (file := _error_file()) is None:
         return

@@ -225,7 +225,9 @@ class Watchdog:
         if verdict is None:
             return
         if self.stop_requested():
-            silent = self._verdict({rank: sign for rank, sign in others.items() if not sign.stopped})
+            silent = self._verdict(
+                {rank: sign for rank, sign in others.items() if not sign.stopped}
+            )
             if silent is not None:
                 self._leave(silent)
         # If all ranks end for the same reason, each reports it better itself: give this one a moment. And the
