@@ -241,7 +241,10 @@ class Record:
 
     def _search(self) -> list[Block]:
         if self.search is None:
-            return [Paragraph(["There was no search: batch_size is as configured."])]
+            whose = (
+                "as configured" if self.resumed_from is None else "as before the run was resumed"
+            )
+            return [Paragraph([f"There was no search: batch_size is {whose}."])]
         blocks = self.search.blocks()
         if overrides := self.search.overrides():
             blocks.append(Listing(self.search.use_of_overrides, [overrides]))

@@ -285,7 +285,11 @@ class Run:
 
     def sizes(self, rows: RowsToTry, prober: Prober) -> DecidedBatch:
         """The sizes of micro-batches, as configured or found."""
-        return decide_batch(prober, rows, self.progress.training, self.planner)
+        progress = self.progress
+        if self.settings.searches:
+            progress.sizes_for = prober.place()
+        as_before = progress.sizes_for == progress.sized_for
+        return decide_batch(prober, rows, progress.training, self.planner, as_before)
 
     def source(self, rows: RowsToTry, batch: DecidedBatch, model: Model) -> RowSource:
         """What gives each step its rows."""
