@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.helpers.killing import deadly
 from tests.helpers.runs import BIN, assert_same_weights, free_port, logged, start
@@ -23,15 +24,18 @@ pytestmark = [pytest.mark.runs, pytest.mark.exhaustive]
 
 
 class Machines(list[subprocess.Popen[str]]):
-    """Launchers with one rank each, as docs/clusters.md starts them; the first holds torchrun's store."""
+    """Launchers with one rank each, as docs/clusters.md starts them."""
 
-    def __init__(self, folder: Path, command: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, command: Sequence[str], environment: dict[str, str], hosts: bool
+    ) -> None:
         self.folder, self.command, self.environment = folder, command, environment
+        self.hosts = hosts
 
     def begin(self) -> None:
         """Start one more."""
         number = len(self)
-        conf = ["--rdzv_conf", f"is_host={number == 0},last_call_timeout=5"]
+        conf = ["--rdzv_conf", f"is_host={self.hosts and number == 0},last_call_timeout=5"]
         command = [TUNE, "run", *conf, *self.command]
         log = self.folder / f"machine_{number}.txt"
         self.append(start(command, self.folder, log, **self.environment))
@@ -39,13 +43,17 @@ class Machines(list[subprocess.Popen[str]]):
 
 @contextmanager
 def two_machines(
-    folder: Path, *overrides: str, options: Sequence[str] = (), **environment: str
+    folder: Path,
+    *overrides: str,
+    options: Sequence[str] = (),
+    store_at: int | None = None,
+    **environment: str,
 ) -> Iterator[Machines]:
-    """Two machines with a run; killed with all they started."""
+    """Two machines with a run; killed with all they started. By default the first holds torchrun's store."""
     launcher = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", *options]
-    launcher += ["--rdzv_endpoint", f"localhost:{free_port()}", "--rdzv_id", "test"]
+    launcher += ["--rdzv_endpoint", f"localhost:{store_at or free_port()}", "--rdzv_id", "test"]
     recipe = ["adaptive_full_finetune_distributed", "--config", "tiny/full", "output_dir=out"]
-    running = Machines(folder, [*launcher, *recipe, *overrides], environment)
+    running = Machines(folder, [*launcher, *recipe, *overrides], environment, store_at is None)
     try:
         for _ in range(2):
             running.begin()
@@ -133,15 +141,20 @@ def test_a_rank_that_is_killed_is_restarted_on_both_machines(shared: str, tmp_pa
     assert_same_weights(*weights)
 
 
-def test_a_machine_that_is_gone_and_comes_back(tmp_path: Path) -> None:
-    """The run goes on without it from the last checkpoint, and with it from where it is, which it saves."""
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_machine_that_is_gone_and_comes_back(lost: int, tmp_path: Path) -> None:
+    """The run goes on without it from the last checkpoint, and with it from where it is, which it saves. The
+    store of the launchers is on neither machine."""
     long = ["epochs=1", "max_steps_per_epoch=400", "save_every_n_steps=5", "batch_size=2"]
     long += ["resume_from_checkpoint=True", "use_maximum_batch_size=False"]
     store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     options = ["--nnodes", "1:2", "--max-restarts", "3"]
-    with two_machines(tmp_path, *long, options=options, **store) as machines:
+    elsewhere = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with two_machines(
+        tmp_path, *long, options=options, store_at=elsewhere.port, **store
+    ) as machines:
         wait_until(lambda text: "epoch_0_step_5 in" in text, tmp_path)
-        stop_machine(machines[1])
+        stop_machine(machines[lost])
         wait_until(partial(re.search, r"Attempt 2 on 1 rank \(2 before\), from step "), tmp_path)
         saved = said(tmp_path).count("Saved the checkpoint")
         wait_until(lambda text: text.count("Saved the checkpoint") > saved, tmp_path)

@@ -19,6 +19,7 @@ _LOOPBACK = "127.0.0.1"
 _THIS_MACHINE = (_LOOPBACK, "localhost", "::1")
 _ADDRESS, _EXPECTS = "address of the attempt", "ranks of the attempt"
 _ANSWER = timedelta(seconds=60)  # a store that lives answers at once, but a machine may be busy
+_REACHED = 5.0  # seconds; its machine may be gone, and the next address be there meanwhile
 _PAUSE = 0.1
 
 
@@ -73,7 +74,7 @@ def open_store_of_attempt(timeout: timedelta) -> dist.TCPStore:
 def _joined(host: str, port: int, rank: int, size: int) -> dist.TCPStore | None:
     """The store at an address, if it expects this rank: its attempt has so many, and this is the first of its
     number that comes."""
-    socket.create_connection((host, port), timeout=_ANSWER.total_seconds()).close()
+    socket.create_connection((host, port), timeout=_REACHED).close()
     store = dist.TCPStore(host, port, is_master=False, timeout=_ANSWER)
     expects = store.check([_EXPECTS]) and int(store.get(_EXPECTS)) == size
     return store if expects and store.add(f"rank {rank} is here", 1) == 1 else None
