@@ -38,7 +38,11 @@ def fail(on=(0, 1, 2), reason="ConfigError: headroom: 2 is not valid"):
 
 
 def report_of(
-    program: str, folder: Path, capfd: pytest.CaptureFixture[str], restarts: int = 0
+    program: str,
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
+    restarts: int = 0,
+    says: int | None = None,
 ) -> str:
     """What torchrun says last when three ranks run a program; they themselves say nothing, but the reason
     where torchrun starts them again."""
@@ -58,7 +62,7 @@ def report_of(
         elastic_launch(launch, sys.executable)("-u", str(script), "together")
     assert time.monotonic() - started < 300
     said = capfd.readouterr()
-    assert (said.out + said.err).count("ConfigError") == restarts
+    assert (said.out + said.err).count("ConfigError") == (restarts if says is None else says)
     return str(failed.value)
 
 
@@ -101,6 +105,21 @@ def test_the_reason_for_a_restart_is_printed(
 ) -> None:
     """torchrun reports the last attempt only."""
     assert report_of("fail(on=[1])", tmp_path, capfd, restarts=1).count("ConfigError") == 1
+
+
+def test_what_every_attempt_would_end_for_is_said_once_and_ends_the_others_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = """
+ending.end_if_in_vain()
+with open(__file__ + ".begun", "a") as file:
+    file.write("x")
+ending.explain("ConfigError: it stays", known_to_all=True, repeats=True)
+sys.exit(1)
+"""
+    report = report_of(program, tmp_path, capfd, restarts=3, says=1)
+    assert report.count("ConfigError: it stays") == 1
+    assert (tmp_path / "rank.py.begun").read_text() == "xxx", "three ranks of one attempt"
 
 
 def test_a_bug_keeps_its_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

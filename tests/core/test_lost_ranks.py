@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from torchtune_adaptive.core.ranks import watchdog as watchdog_module
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE, Watchdog
 from torchtune_adaptive.core.search.probe import Probe
+from torchtune_adaptive.recipe.train.stop import StopSignals
 
 pytestmark = pytest.mark.ranks
 
@@ -124,14 +126,51 @@ def save_and_be_stopped() -> None:
         ranks.any(False)
 
 
-def stop_beside_a_silent_rank() -> None:
-    watchdog_module._LIMIT_TO_STOP = LIMIT
+def wait_in_native_code() -> None:
+    """As for a device: neither a signal's handler nor an exception of a collective gets through."""
+    library = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(64)  # of zeros, which is an unlocked one
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+def stop_beside_a_silent_rank(fate: str) -> None:
+    """As torchrun asks for it when it has seen a rank die."""
+    ranks = Ranks(timeout=20 * LIMIT)
+    with StopSignals(timeout=20 * LIMIT) as stop, stop.while_training():
+        watchdog = Watchdog(ranks, limit=20 * LIMIT, stop_requested=lambda: stop.requested)
+        with watchdog:
+            watchdog.enter("step 4", patience=20 * LIMIT)
+            ranks.any(False)
+            if ranks.rank == VICTIM:
+                time.sleep(1.0)
+                FATES[fate]()
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_in_native_code()
+
+
+def lose_contact_beside_one_that_waits() -> None:
+    """Rank 1 dies. Rank 0 exchanges something with it, and rank 2 waits where no error reaches it."""
+    ranks = Ranks(timeout=20 * LIMIT)
+    watchdog = Watchdog(ranks, limit=20 * LIMIT)
+    with watchdog:
+        watchdog.enter("step 4", patience=20 * LIMIT)
+        ranks.any(False)
+        if ranks.rank == VICTIM:
+            FATES["killed"]()
+        if ranks.rank == 2:
+            wait_in_native_code()
+        ranks.any(False)
+
+
+def be_stopped_when_contact_is_lost() -> None:
     ranks = Ranks(timeout=20 * LIMIT)
     watchdog = Watchdog(ranks, limit=20 * LIMIT, stop_requested=lambda: True)
     with watchdog:
-        watchdog.enter("step 4", patience=20 * LIMIT)
+        watchdog.enter("step 4", patience=None)
+        ranks.any(False)
         if ranks.rank == VICTIM:
-            FATES["stopped"]()
+            os._exit(1)
         ranks.any(False)
 
 
@@ -141,7 +180,9 @@ RUNS: dict[str, tuple[Callable[..., Any], list[str], list[int]]] = {
     "hangs": (search_until, ["hangs"], [0]),
     "bug": (search_until, ["bug"], [0, 1]),
     "stopped after saving": (save_and_be_stopped, [], [0]),
-    "stop requested": (stop_beside_a_silent_rank, [], [0]),
+    "stop requested, killed": (stop_beside_a_silent_rank, ["killed"], [0]),
+    "stop requested, stopped": (stop_beside_a_silent_rank, ["stopped"], [0]),
+    "stop requested, no contact": (be_stopped_when_contact_is_lost, [], [0]),
     "unwatched": (leave_a_rank_alone, [], [0, 1]),
     "slow but alive": (slow_but_alive, [], [0, 1]),
 }
@@ -179,12 +220,33 @@ def test_a_rank_that_is_silent_just_after_it_saved_is_not_given_the_time_to_save
     assert "its last sign came from 'step 4'" in survivor.said
 
 
+@pytest.mark.parametrize("fate", ["killed", "stopped"])
 def test_who_is_asked_to_stop_does_not_wait_for_a_silent_rank(
-    ended: dict[str, Future[list[Ended]]],
+    fate: str, ended: dict[str, Future[list[Ended]]]
 ) -> None:
-    survivor, _ = ended["stop requested"].result()
+    survivor, _ = ended[f"stop requested, {fate}"].result()
     assert survivor.exit_code == EXIT_CODE, survivor.said
     assert f"rank {VICTIM} has sent no sign of life" in survivor.said
+    silent = int(re.findall(r"for (\d+) s,", survivor.said)[0])
+    assert silent < 2 * watchdog_module._LIMIT_TO_STOP, (
+        "long before a launcher kills it, after 30 s"
+    )
+
+
+def test_who_is_asked_to_stop_and_has_lost_contact_ends_at_once(
+    ended: dict[str, Future[list[Ended]]],
+) -> None:
+    survivor, _ = ended["stop requested, no contact"].result()
+    assert survivor.exit_code == EXIT_CODE, survivor.said
+    assert "lost contact with another rank in 'step 4', so no checkpoint can be" in survivor.said
+    assert "identifying" not in survivor.said
+
+
+def test_a_rank_that_lost_contact_tells_one_that_cannot_know() -> None:
+    _, _, waiting = watch_ranks(lose_contact_beside_one_that_waits, 3, until_exit_of=[2])
+    assert waiting.exit_code == EXIT_CODE, waiting.said
+    named = rf"rank {VICTIM} has sent no sign of life for \d s|lost rank {VICTIM} \(silent"
+    assert re.search(named, waiting.said), "and not after 100 s"
 
 
 def test_the_rank_with_the_bug_says_what_it_is(ended: dict[str, Future[list[Ended]]]) -> None:

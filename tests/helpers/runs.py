@@ -33,8 +33,9 @@ RESUME = {"resume_from_checkpoint": True}
 MACHINE = {
     *("tokens_per_second_per_gpu", "memory_unused_share"),
     *("generation_seconds", "scoring_seconds", "reward_seconds", "training_seconds"),
+    "done_again",
 }
-"""What is logged of the machine, and differs from run to run."""
+"""What is logged of the machine and of earlier attempts, and differs from run to run."""
 
 BIN = Path(sys.executable).parent
 """The folder with the console scripts of this environment."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
@@ -25,6 +26,7 @@ from tests.helpers.runs import (
     start,
     undisturbed,
 )
+from tests.helpers.validating import VALIDATES
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 
 pytestmark = pytest.mark.runs
@@ -35,11 +37,20 @@ CHANGES: dict[str, Any] = {
     "max_steps_per_epoch": 8,
     "save_every_n_steps": 3,
 }
+GRPO: dict[str, Any] = {"max_steps_per_epoch": 4, "save_every_n_steps": 1}
 KILLS: dict[str, Fatal] = {
     "in the search": (1, "trial of 8 rows", signal.SIGKILL),
     "in a step": (0, "step 5", signal.SIGKILL),
     "while saving": (0, "saving the checkpoint epoch_0_step_6", signal.SIGKILL),
     "in the last step": (1, "step 8", signal.SIGKILL),
+}
+
+
+ELSEWHERE: dict[str, tuple[str, dict[str, Any], Fatal]] = {
+    "in validation": ("full", VALIDATES, (1, "validation after step 4", signal.SIGKILL)),
+    "rank 0, in validation": ("full", VALIDATES, (0, "validation after step 4", signal.SIGKILL)),
+    "generating": ("grpo", GRPO, (1, "rollout 2, generating", signal.SIGKILL)),
+    "rank 0, scoring": ("grpo", GRPO, (0, "rollout 2, scoring", signal.SIGKILL)),
 }
 
 
@@ -84,7 +95,10 @@ def assert_undisturbed(folder: Path, kind: str = "full", ranks: int = 2, **chang
     """The run has trained what one that nothing disturbs does: all losses and weights are the same."""
     whole, records = undisturbed(kind, ranks, **changes)
     assert logged(folder) == dict(enumerate(losses(records), 1))
-    assert_same_weights(whole / "epoch_0", folder / "out" / "epoch_0")
+    (end,) = {
+        saved.name for saved in whole.glob("epoch_*")
+    }  # rollouts end in the middle of an epoch
+    assert_same_weights(whole / end, folder / "out" / end)
 
 
 @pytest.mark.rotating
@@ -112,6 +126,58 @@ def test_it_is_restarted_again_and_again(rendezvous: Sequence[str], tmp_path: Pa
         assert run.wait(timeout=300) == 0, said(tmp_path)
     assert "Restart 4 of 4." in said(tmp_path)
     assert_undisturbed(tmp_path, **CHANGES)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "changes", "fatal"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_wherever_a_rank_is_killed_the_run_is_the_same(
+    kind: str, changes: dict[str, Any], fatal: Fatal, tmp_path: Path
+) -> None:
+    changes = {"max_steps_per_epoch": 8, "save_every_n_steps": 3, **changes}
+    with launched(tmp_path, [fatal], "--max-restarts", "1", kind=kind, **changes) as run:
+        assert run.wait(timeout=300) == 0, said(tmp_path)
+    assert "Restart 1 of 1." in said(tmp_path)
+    assert_undisturbed(tmp_path, kind, **changes)
+
+
+@pytest.mark.exhaustive
+def test_what_each_attempt_did_is_on_record(tmp_path: Path) -> None:
+    killed: list[Fatal] = [(0, "step 6", signal.SIGKILL), (1, "step 8", signal.SIGKILL)]
+    with launched(tmp_path, killed, "--max-restarts", "2", **CHANGES) as run:
+        assert run.wait(timeout=300) == 0, said(tmp_path)
+    assert_undisturbed(tmp_path, **CHANGES)
+    assert said(tmp_path).count("Attempt 2 on 2 ranks, from step 3; steps 4-5 again; ") == 1
+    assert "so it is not tried again" in said(tmp_path)
+    lines = (tmp_path / "out" / "batch_size_events.jsonl").read_text().splitlines()
+    attempts = [event for event in map(json.loads, lines) if "attempt" in event]
+    assert [
+        (each["attempt"], each["step"], each["ranks"], each["steps_again"]) for each in attempts
+    ] == [(2, 3, [2, 2], "steps 4-5"), (3, 6, [2, 2], "step 7")]
+    assert all(0 < each["seconds_since_last_step"] < 300 for each in attempts)
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert "<th>attempts</th><td>3; 3 steps trained again in all</td>" in report
+    assert "<th>steps</th><td>8</td>" in report
+
+
+@pytest.mark.exhaustive
+def test_attempts_that_come_no_further_end_the_run(tmp_path: Path) -> None:
+    killed = [(1, "step 5", signal.SIGKILL)] * 5
+    with launched(tmp_path, killed, "--max-restarts", "5", **CHANGES) as run:
+        assert run.wait(timeout=300) != 0
+    # The first began from the beginning, and three from step 3.
+    assert "Attempt 4 on 2 ranks, from step 3" in said(tmp_path)
+    assert "Attempt 5" not in said(tmp_path)
+    assert "NoProgress: 3 attempts in a row have begun from" in said(tmp_path)
+    assert "attempts that torchrun still makes end at once" in said(tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_a_mistake_in_the_config_is_said_once_and_costs_one_attempt(tmp_path: Path) -> None:
+    with launched(tmp_path, [], "--max-restarts", "5", **{**CHANGES, "epochs": 0}) as run:
+        assert run.wait(timeout=300) != 0
+    said_by_rank, _, said_by_torchrun = said(tmp_path).partition("attempts that torchrun still")
+    assert said_by_rank.count("ConfigError: epochs") == 1, said(tmp_path)
+    assert said_by_torchrun.count("ConfigError: epochs") == 1, "as the reason, in its report"
 
 
 @pytest.mark.exhaustive

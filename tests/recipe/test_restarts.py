@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from tests.helpers.ranks import Alone, run_ranks
-from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.common.errors import RankLost
+from torchtune_adaptive.core.ranks import store as store_module
+from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import start_environment
 from torchtune_adaptive.recipe.setup.restarts import join_process_group, say_what_restarts_do
@@ -19,12 +22,14 @@ from torchtune_adaptive.recipe.setup.restarts import join_process_group, say_wha
 CFG = OmegaConf.create({"device": "cpu", "dtype": "fp32"})
 SHARED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 ONE_MACHINE = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+NOWHERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 TWO_MACHINES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
 
 
 def restarted_twice() -> list[tuple[list[int], bool]]:
     """For each attempt, the ranks that met, and whether an error that NCCL has noted in the first is seen."""
     met = []
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "3"
     for attempt in range(3):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
         if int(os.environ["RANK"]) == attempt % 2:
@@ -61,13 +66,36 @@ def launched(monkeypatch: pytest.MonkeyPatch, restarts: int, most: int, **enviro
         monkeypatch.setenv(name, value)
 
 
-def test_a_restart_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the ranks would wait until the process group gives up."""
-    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
-    launched(monkeypatch, 1, 3, **TWO_MACHINES, **SHARED)
-    with pytest.raises(
-        ConfigError, match=r"RDZV_TCP_STORE: None .*addresses.* Set .*STORE=1 in the"
-    ):
+def two_launchers() -> list[list[int]]:
+    """The ranks that met in each attempt; each launcher counts its own, and one has just come."""
+    met = []
+    for attempt in range(2):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt if os.environ["RANK"] == "0" else 0)
+        if int(os.environ["RANK"]) != attempt:
+            time.sleep(0.5)
+        join_process_group("gloo", timedelta(seconds=60))
+        ranks = Ranks(20.0)
+        met.append(ranks.gather(ranks.rank))
+        ranks.close()
+        dist.destroy_process_group()
+    return met
+
+
+@pytest.mark.ranks
+def test_ranks_of_launchers_that_count_differently_meet() -> None:
+    assert run_ranks(launched_apart, 2, join=False) == [[[0, 1], [0, 1]]] * 2
+
+
+def launched_apart() -> list[list[int]]:
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": "3", **SHARED}
+    return two_launchers()
+
+
+def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the machine that holds it is gone."""
+    monkeypatch.setattr(store_module, "_ANSWER", timedelta(seconds=1))
+    launched(monkeypatch, 1, 3, **TWO_MACHINES, **SHARED, **NOWHERE)
+    with pytest.raises(RankLost, match=r"store of torchrun at 127.0.0.1 does not answer"):
         join_process_group("gloo", None)
 
 

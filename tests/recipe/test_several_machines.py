@@ -8,11 +8,13 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.helpers.killing import deadly
 from tests.helpers.runs import BIN, assert_same_weights, free_port, logged, start
@@ -21,21 +23,40 @@ TUNE = BIN / "tune"
 pytestmark = [pytest.mark.runs, pytest.mark.exhaustive]
 
 
+class Machines(list[subprocess.Popen[str]]):
+    """Launchers with one rank each, as docs/clusters.md starts them."""
+
+    def __init__(
+        self, folder: Path, command: Sequence[str], environment: dict[str, str], hosts: bool
+    ) -> None:
+        self.folder, self.command, self.environment = folder, command, environment
+        self.hosts = hosts
+
+    def begin(self) -> None:
+        """Start one more."""
+        number = len(self)
+        conf = ["--rdzv_conf", f"is_host={self.hosts and number == 0},last_call_timeout=5"]
+        command = [TUNE, "run", *conf, *self.command]
+        log = self.folder / f"machine_{number}.txt"
+        self.append(start(command, self.folder, log, **self.environment))
+
+
 @contextmanager
 def two_machines(
-    folder: Path, *overrides: str, options: Sequence[str] = (), **environment: str
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two launchers with one rank each, as docs/clusters.md starts them; killed with all they started."""
+    folder: Path,
+    *overrides: str,
+    options: Sequence[str] = (),
+    store_at: int | None = None,
+    **environment: str,
+) -> Iterator[Machines]:
+    """Two machines with a run; killed with all they started. By default the first holds torchrun's store."""
     launcher = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", *options]
-    launcher += ["--rdzv_endpoint", f"localhost:{free_port()}", "--rdzv_id", "test"]
-    recipe = ["adaptive_full_finetune_distributed", "--config", "tiny/full"]
-    running = []
-    for number in range(2):  # the first one holds torchrun's own key-value store
-        one = [*launcher, "--rdzv_conf", f"is_host={number == 0},last_call_timeout=5", *recipe]
-        command = [TUNE, "run", *one, "output_dir=out", *overrides]
-        log = folder / f"machine_{number}.txt"
-        running.append(start(command, folder, log, **environment))
+    launcher += ["--rdzv_endpoint", f"localhost:{store_at or free_port()}", "--rdzv_id", "test"]
+    recipe = ["adaptive_full_finetune_distributed", "--config", "tiny/full", "output_dir=out"]
+    running = Machines(folder, [*launcher, *recipe, *overrides], environment, store_at is None)
     try:
+        for _ in range(2):
+            running.begin()
         yield running
     finally:
         for machine in running:
@@ -59,7 +80,15 @@ def stop_machine(machine: subprocess.Popen[str]) -> None:
 
 
 def said(folder: Path) -> str:
-    return "\n".join((folder / f"machine_{number}.txt").read_text() for number in range(2))
+    return "\n".join(path.read_text() for path in sorted(folder.glob("machine_*.txt")))
+
+
+def wait_until(is_so: Callable[[str], object], folder: Path) -> None:
+    """Wait until what the machines have said is as it should be."""
+    end = time.monotonic() + 300
+    while not is_so(said(folder)):
+        assert time.monotonic() < end, said(folder)
+        time.sleep(0.2)
 
 
 def test_two_machines_agree_on_a_size_and_train(tmp_path: Path) -> None:
@@ -78,10 +107,7 @@ def test_a_machine_that_is_gone_ends_the_run_on_the_other(tmp_path: Path) -> Non
     """As when a node fails: the other machine does not wait for ever, and says which rank is gone."""
     slow = ["epochs=100", "adaptive_batching.cache=False", "adaptive_batching.rank_timeout=10"]
     with two_machines(tmp_path, *slow) as machines:
-        end = time.monotonic() + 300
-        while not re.search(r"Loss: \d|step +\d|\d+/\d+ ", said(tmp_path)):
-            assert time.monotonic() < end, said(tmp_path)
-            time.sleep(0.2)
+        wait_until(partial(re.search, r"Loss: \d|step +\d|\d+/\d+ "), tmp_path)
         left, gone = machines
         stop_machine(gone)
         assert left.wait(timeout=300) != 0, "it ends, instead of waiting for the process group"
@@ -96,9 +122,10 @@ KILLED = [
 RESTARTS = ["--max-restarts", "2"]
 
 
-def test_a_rank_that_is_killed_is_restarted_on_both_machines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", ["0", "1"], ids=["a store for all", "a store for each"])
+def test_a_rank_that_is_killed_is_restarted_on_both_machines(shared: str, tmp_path: Path) -> None:
     environment = deadly([(1, "step 5", signal.SIGKILL)])
-    store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": shared}
     for name, more in (("whole", {"FATAL": "[]"}), ("killed", {})):
         folder = tmp_path / name
         folder.mkdir()
@@ -108,15 +135,32 @@ def test_a_rank_that_is_killed_is_restarted_on_both_machines(tmp_path: Path) -> 
             for machine in machines:
                 assert machine.wait(timeout=300) == 0, said(folder)
         assert ("Restart 1 of 2." in said(folder)) == (name == "killed")
+        assert ("may stop the run" in said(folder)) == (shared == "0")
     assert logged(tmp_path / "killed") == logged(tmp_path / "whole")
     weights = [tmp_path / name / "out" / "epoch_0" for name in ("whole", "killed")]
     assert_same_weights(*weights)
 
 
-def test_without_a_store_for_each_attempt_a_restart_is_refused(tmp_path: Path) -> None:
-    environment = deadly([(1, "step 5", signal.SIGKILL)])
-    with two_machines(tmp_path, *QUICK, *KILLED, options=RESTARTS, **environment) as machines:
-        for machine in machines:
-            assert machine.wait(timeout=300) != 0
-    assert "--max-restarts 2: on several machines a restart ends with an error" in said(tmp_path)
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE: None leaves a restart on several" in said(tmp_path)
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_machine_that_is_gone_and_comes_back(lost: int, tmp_path: Path) -> None:
+    """The run goes on without it from the last checkpoint, and with it from where it is, which it saves. The
+    store of the launchers is on neither machine."""
+    long = ["epochs=1", "max_steps_per_epoch=400", "save_every_n_steps=5", "batch_size=2"]
+    long += ["resume_from_checkpoint=True", "use_maximum_batch_size=False"]
+    store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    options = ["--nnodes", "1:2", "--max-restarts", "3"]
+    elsewhere = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with two_machines(
+        tmp_path, *long, options=options, store_at=elsewhere.port, **store
+    ) as machines:
+        wait_until(lambda text: "epoch_0_step_5 in" in text, tmp_path)
+        stop_machine(machines[lost])
+        wait_until(partial(re.search, r"Attempt 2 on 1 rank \(2 before\), from step "), tmp_path)
+        saved = said(tmp_path).count("Saved the checkpoint")
+        wait_until(lambda text: text.count("Saved the checkpoint") > saved, tmp_path)
+        machines.begin()
+        wait_until(partial(re.search, r"Attempt 3 on 2 ranks \(1 before\), from step "), tmp_path)
+    events = (tmp_path / "out" / "batch_size_events.jsonl").read_text().splitlines()
+    attempts = [event for event in map(json.loads, events) if "attempt" in event]
+    assert [each["ranks"] for each in attempts[:2]] == [[2, 1], [1, 2]]
+    assert "steps_again" not in attempts[1], "it saved before it went on with both"

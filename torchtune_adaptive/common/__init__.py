@@ -33,7 +33,12 @@ if TYPE_CHECKING:
         as_text,
     )
     from torchtune_adaptive.common.durable import Damaged, Manifest, atomically
-    from torchtune_adaptive.common.ending import another_rank_has_failed, end, explain
+    from torchtune_adaptive.common.ending import (
+        another_rank_has_failed,
+        end,
+        end_if_in_vain,
+        explain,
+    )
     from torchtune_adaptive.common.errors import (
         AdaptiveBatchingError,
         BatchIncreaseError,
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
         ConfigError,
         EmptyTrial,
         NoPrediction,
+        NoProgress,
         NothingFits,
         NothingToLearn,
         OutOfMemoryElsewhere,

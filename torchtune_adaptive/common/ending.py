@@ -29,16 +29,40 @@ _status: int | None = None
 """The status with which this process leaves the other ranks, once it does."""
 
 
-def explain(reason: str, *, known_to_all: bool = False) -> None:
-    """Tell the user in one line why this process ends; return when it may end. Where all ranks end for this
-    reason, one of them may speak for all."""
+def explain(reason: str, *, known_to_all: bool = False, repeats: bool = False) -> None:
+    """Tell the user in one line why this process ends; return when it may end.
+
+    Args:
+        reason: the line.
+        known_to_all: whether all ranks end for this reason, so that one of them may speak for all.
+        repeats: whether every attempt would end for it. torchrun makes all that it may; those that follow end
+            at once (``end_if_in_vain``).
+    """
     if known_to_all and launcher.local_rank() != 0:
         # Rank 0 says it, once it has written the run's report; unless that takes too long.
         moment = time.monotonic() + MOMENT
         while time.monotonic() < moment and not another_rank_has_failed():
             time.sleep(0.05)
-    if (file := _error_file()) is None or not _is_reported(file, reason):
+    file = _error_file()
+    if file is not None and repeats and launcher.restarts() < launcher.max_restarts():
+        with suppress(OSError):
+            _mistake(file).write_text(reason)
+            reason += "\nIt would be the same again, so the attempts that torchrun still makes end at once."
+    if file is None or not _is_reported(file, reason):
         _print(reason)
+
+
+def end_if_in_vain() -> None:
+    """End now if an earlier attempt has left the reason for which this one would end as well.
+
+    torchrun starts a run again whatever its ranks end with. So this is to be called before anything that
+    takes its time.
+    """
+    if (file := _error_file()) is None:
+        return
+    with suppress(OSError):
+        _write(file, _mistake(file).read_text())
+        sys.exit(1)
 
 
 def explain_bug(error: BaseException) -> None:
@@ -53,7 +77,7 @@ def explain_bug(error: BaseException) -> None:
 
 def end(reason: str) -> NoReturn:
     """End this process for a reason that holds on every rank."""
-    explain(reason, known_to_all=True)
+    explain(reason, known_to_all=True, repeats=True)
     sys.exit(1)
 
 
@@ -124,6 +148,11 @@ def _write(file: Path, reason: str, callstack: str | None = None) -> None:
 def _claim(file: Path) -> Path:
     """Made by the first rank to fail; torchrun gives each rank a folder in one that they share."""
     return file.parent.parent / _CLAIM
+
+
+def _mistake(file: Path) -> Path:
+    """What all attempts of a launcher on this many ranks would end for; each has a folder beside it."""
+    return file.parents[2] / f"mistake on {launcher.size()} ranks"
 
 
 def _print(reason: str) -> None:

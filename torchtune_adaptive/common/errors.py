@@ -12,6 +12,7 @@
         TrainingOutOfMemory
         OutOfMemoryElsewhere
         CheckpointError
+        NoProgress
         NoPrediction
             NotRemembered
         RankLost
@@ -28,10 +29,14 @@ class AdaptiveBatchingError(Exception):
 
     everywhere = True
     """Whether all ranks raise it, for the same reason."""
+    repeats = False
+    """Whether the same command would raise it again, so that a restart is in vain."""
 
 
 class ConfigError(AdaptiveBatchingError, ValueError):
     """A setting that cannot work, found before any model is built."""
+
+    repeats = True
 
     def __init__(self, key: str, value: object, reason: str, remedy: str) -> None:
         self.key = key
@@ -43,9 +48,13 @@ class ConfigError(AdaptiveBatchingError, ValueError):
 class UsageError(AdaptiveBatchingError, ValueError):
     """A model, optimizer or function that the library interface cannot work with."""
 
+    repeats = True
+
 
 class UnsupportedVersion(AdaptiveBatchingError):
     """A library version that this release does not support."""
+
+    repeats = True
 
 
 class NothingFits(AdaptiveBatchingError):
@@ -55,13 +64,19 @@ class NothingFits(AdaptiveBatchingError):
 class EmptyTrial(AdaptiveBatchingError):
     """A trial in which no token was trained on, so it shows nothing."""
 
+    repeats = True
+
 
 class NothingToLearn(AdaptiveBatchingError):
     """No row of the data has a label that is trained on."""
 
+    repeats = True
+
 
 class BatchIncreaseError(AdaptiveBatchingError):
     """The batch cannot grow as asked, or cannot be shared by the ranks."""
+
+    repeats = True
 
 
 class TrainingOutOfMemory(AdaptiveBatchingError):
@@ -85,6 +100,12 @@ class OutOfMemoryElsewhere(AdaptiveBatchingError):
 
 class CheckpointError(AdaptiveBatchingError):
     """A checkpoint that cannot be saved or resumed from."""
+
+
+class NoProgress(AdaptiveBatchingError):
+    """A run that was started again and again, and came no further."""
+
+    repeats = True
 
 
 class NoPrediction(AdaptiveBatchingError):

@@ -4,6 +4,7 @@ process group, which is when ``core.Ranks`` takes over."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 OWN_GROUP = "torchtune-adaptive"
 """The description (``group_desc``) of our own process groups, in which no model launches anything."""
@@ -41,6 +42,12 @@ def restarts() -> int:
 def max_restarts() -> int:
     """How often torchrun may do so (``--max-restarts``)."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+
+
+def launch() -> str | None:
+    """What tells the launcher of this rank from all others, if it may start ranks again."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return str(Path(file).parents[2]) if file and max_restarts() else None
 
 
 def shares_store() -> bool:

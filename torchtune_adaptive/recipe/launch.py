@@ -48,7 +48,8 @@ def recipe(run: Callable[[DictConfig], None], description: str | None = None) ->
             sys.argv[1:] = _arguments(sys.argv[1:])
             parse_and_run()
         except AdaptiveBatchingError as error:
-            ending.explain(f"{type(error).__name__}: {error}", known_to_all=error.everywhere)
+            reason = f"{type(error).__name__}: {error}"
+            ending.explain(reason, known_to_all=error.everywhere, repeats=error.repeats)
             _leave_others(error.everywhere)
             if dist.is_initialized():
                 Ranks.leave_all_groups()

@@ -37,6 +37,7 @@ from torchtune_adaptive.recipe.search.report import Report
 from torchtune_adaptive.recipe.settings.keys import FOUND
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.train import curves
+from torchtune_adaptive.recipe.train.attempts import Attempts
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME
 from torchtune_adaptive.recipe.train.metrics import Trained
 from torchtune_adaptive.recipe.train.watched import shares
@@ -65,6 +66,7 @@ class Record:
     """What the run is made of (device, model, data), by name, as far as it has been made."""
     resumed_from: str | None = None
     """The checkpoint of a resumed run, and its step."""
+    attempts: Attempts | None = None
     search: Report | None = None
     trained: Trained | None = None
     """The outcome of training, if it was begun."""
@@ -184,6 +186,9 @@ class Record:
         }
         if self.resumed_from is not None:
             facts["resumed from"] = self.resumed_from
+        if self.attempts is not None and self.attempts.before is not None:
+            again = counted(self.attempts.now.again, "step")
+            facts["attempts"] = f"{self.attempts.now.number}; {again} trained again in all"
         if trained is not None:
             split = trained.split
             samples = counted(split.global_batch, trained.sample)
@@ -236,7 +241,10 @@ class Record:
 
     def _search(self) -> list[Block]:
         if self.search is None:
-            return [Paragraph(["There was no search: batch_size is as configured."])]
+            whose = (
+                "as configured" if self.resumed_from is None else "as before the run was resumed"
+            )
+            return [Paragraph([f"There was no search: batch_size is {whose}."])]
         blocks = self.search.blocks()
         if overrides := self.search.overrides():
             blocks.append(Listing(self.search.use_of_overrides, [overrides]))

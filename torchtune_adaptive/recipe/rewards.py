@@ -49,6 +49,7 @@ class BadReward(UsageError):
     """A reward function has not given a number for each response."""
 
     everywhere = False
+    repeats = False  # other responses may have one
 
 
 class Rewards:

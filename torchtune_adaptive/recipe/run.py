@@ -6,6 +6,7 @@ import logging
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import training
 
-from torchtune_adaptive.common import UsageError, counted
+from torchtune_adaptive.common import NoProgress, UsageError, counted, launcher
 from torchtune_adaptive.core import (
     Epochs,
     Generators,
@@ -28,7 +29,7 @@ from torchtune_adaptive.core import (
     sample_dropout,
 )
 from torchtune_adaptive.recipe.checkpoints.config_changes import batch_keys, change, training_config
-from torchtune_adaptive.recipe.checkpoints.folder import take_output_folders
+from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder, take_output_folders
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.components import check_components
 from torchtune_adaptive.recipe.data.dataset import (
@@ -56,6 +57,7 @@ from torchtune_adaptive.recipe.setup.flex_attention import compile_for_every_siz
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
+from torchtune_adaptive.recipe.train.attempts import Attempt, Attempts
 from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.growth import batch_increase
 from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
@@ -101,10 +103,14 @@ class Run:
         context = until_exit.enter_context(attention_over_parts(asked, environment))
         self.environment = replace(environment, context=context)
         self._no_retry = asked.no_retry
+        self.attempts: Attempts | None = None  # on rank 0
         self._say_whether_steps_are_retried()
         self.kind = recipe_kind(asked, self.environment)
         if not self.settings.search_only:
             take_output_folders(asked, self.ranks, until_exit)
+            self.attempts = self._attempts()
+            if self.attempts is not None:
+                until_exit.callback(self.attempts.close)
         self.stop = StopSignals(self.settings.stop_timeout)
         self.watchdog = Watchdog(
             self.ranks,
@@ -131,10 +137,13 @@ class Run:
         self.record: Record | None = None  # on rank 0
         self._rows: LoadedRows | None = None
         self._loop: TrainingLoop | None = None
-        self.metrics = start_metric_logger(asked.cfg, self.ranks)  # on rank 0
+        attempts = self.attempts
+        run = attempts.now.run if attempts is not None else None
+        self.metrics = start_metric_logger(asked.cfg, self.ranks, run)  # on rank 0
         if self.metrics is not None:
             origin = Origin.of(sys.argv, asked.kind.recipe)
             self.record = Record(asked.cfg, asked.kind.name, self.ranks.size, self.metrics, origin)
+            self.record.attempts = attempts
             log.info(f"Config: {self.record.save_config()}")
 
     @property
@@ -163,9 +172,36 @@ class Run:
             raise
         finally:
             with self._until_exit:
+                self._end_attempt(error)
                 if self.record is not None:
                     trained = self._loop.trained() if self._loop else None
                     self.record.close(error or self.stop.reason, trained)
+
+    def _attempts(self) -> Attempts | None:
+        """The attempts of this run, on rank 0.
+
+        Raises:
+            NoProgress: on all ranks, if one more would be in vain.
+        """
+        asked, attempts, problem = self.asked, None, None
+        if self.ranks.is_zero:
+            newest = CheckpointFolder(Path(asked.cfg.checkpointer.output_dir)).newest_name()
+            now = Attempt(self.ranks.size, launcher.launch(), newest)
+            try:
+                attempts = Attempts(Path(asked["output_dir"]), now, asked["resume_from_checkpoint"])
+            except NoProgress as error:
+                problem = str(error)
+        if problem := self.ranks.from_rank_zero(problem):
+            raise NoProgress(problem)
+        return attempts
+
+    def _end_attempt(self, error: BaseException | None) -> None:
+        if self.attempts is None:
+            return
+        if self.stop.reason is not None:
+            self.attempts.saved_when_stopped()
+        elif error is None and self._loop is None:
+            self.attempts.forget()
 
     def _say_whether_steps_are_retried(self) -> None:
         if self._no_retry:
@@ -227,6 +263,7 @@ class Run:
             progress=self.progress,
             kind=self.kind,
             logger=self.metrics,
+            attempts=self.attempts,
             grow=self._grow,
             no_retry=self._no_retry,
         )
@@ -249,7 +286,11 @@ class Run:
 
     def sizes(self, rows: RowsToTry, prober: Prober) -> DecidedBatch:
         """The sizes of micro-batches, as configured or found."""
-        return decide_batch(prober, rows, self.progress.training, self.planner)
+        progress = self.progress
+        if self.settings.searches:
+            progress.sizes_for = prober.place()
+        as_before = progress.sizes_for == progress.sized_for
+        return decide_batch(prober, rows, progress.training, self.planner, as_before)
 
     def source(self, rows: RowsToTry, batch: DecidedBatch, model: Model) -> RowSource:
         """What gives each step its rows."""
@@ -325,13 +366,20 @@ class Run:
 
     def _note_what_is_resumed(self, epochs: Epochs) -> None:
         progress = self.progress
-        if self.record is None or progress.source is None:
+        if self.record is None:
             return
         step = progress.epochs_run * epochs.base_steps
         if progress.training is not None:
             step = progress.training.global_step
+        events = Events.of(self.asked, self.ranks)
+        if self.attempts is not None:
+            self.attempts.begin_after(step)
+            if facts := self.attempts.facts():
+                events.attempted(step, self.attempts.text(), facts)
+        if progress.source is None:
+            return
         self.record.resumed(progress.source, step, progress.kept)
-        Events.of(self.asked, self.ranks).resumed(step, progress.source, progress.changes)
+        events.resumed(step, progress.source, progress.changes)
 
     def _compare_batch(self, split: Split, sample: str) -> None:
         """Say if a resumed run goes on with another global batch, or on other ranks."""

@@ -28,6 +28,7 @@ from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers, build_lr_scheduler
 from torchtune_adaptive.recipe.train.adaptation import Adaptation
+from torchtune_adaptive.recipe.train.attempts import Attempts
 from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.growth import Growth
 from torchtune_adaptive.recipe.train.instruments import Profiling
@@ -64,6 +65,8 @@ class Training:
     kind: RecipeKind
     logger: MetricLogger | None
     """The metric logger, on rank 0."""
+    attempts: Attempts | None
+    """The attempts of the run, on rank 0."""
     grow: Schedule | IncreaseFunction | None
     """What makes the batch grow."""
     no_retry: str | None
@@ -84,7 +87,7 @@ class Training:
         last_checkpoint = partial(last_saved, Path(asked.cfg.checkpointer.output_dir))
         noise = NoiseScale() if step.options.measure_noise else None
         metrics = Metrics(
-            Logging.of(asked, self.logger, environment),
+            Logging.of(asked, self.logger, environment, self.attempts),
             environment,
             step.memory,
             watch_memory=settings.shrinks,

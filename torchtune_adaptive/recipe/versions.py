@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from torchtune_adaptive.common import UnsupportedVersion, end, launcher
+from torchtune_adaptive.common import UnsupportedVersion, end, end_if_in_vain, launcher
 from torchtune_adaptive.recipe.shadowing import stop_if_shadowed
 
 OLDEST_PYTHON = (3, 11)
@@ -39,7 +39,9 @@ WITH_MAIN = {
 
 
 def require_supported_versions() -> None:
-    """End the program with one line if a version is not supported; before anything of them is imported."""
+    """End the program with one line if a version is not supported, or at once if an earlier attempt has ended
+    for a reason that stays; before anything of them is imported."""
+    end_if_in_vain()
     _hush_libraries()
     stop_if_shadowed()
     try:

@@ -35,6 +35,8 @@ class Sign:
     stopped: str = ""
     """Reason why the rank has ended, once it has."""
     beats: int = 0
+    alarmed: bool = False
+    """Whether a collective of this rank has broken, or of one that it has heard of."""
     heard: float = 0.0
     """Time at which the sign last changed at all, on the observer's clock."""
     moved: float = 0.0
@@ -111,7 +113,7 @@ def sealed(sign: Sign, rank: int, key: bytes, now: float = 0.0) -> str:
         [other, *_said(said), round(now - said.heard, 3), round(now - said.moved, 3)]
         for other, said in sign.suspects.items()
     ]
-    text = json.dumps([rank, *_said(sign), sign.beats, passed_on])
+    text = json.dumps([rank, *_said(sign), sign.beats, sign.alarmed, passed_on])
     return f"{_code(text.encode(), key)} {text}"
 
 
@@ -120,14 +122,14 @@ def opened(raw: bytes, rank: int, key: bytes, now: float) -> Sign | None:
     code, _, text = raw.partition(b" ")
     if not hmac.compare_digest(code, _code(text, key).encode()):
         return None
-    writer, activity, progress, patience, stopped, beats, passed_on = json.loads(text)
+    writer, activity, progress, patience, stopped, beats, alarmed, passed_on = json.loads(text)
     if writer != rank:
         return None
     suspects = {
         other: Sign(act, done, patient, end, heard=now - silent, moved=now - still)
         for other, act, done, patient, end, silent, still in passed_on
     }
-    return Sign(activity, progress, patience, stopped, beats, now, now, suspects)
+    return Sign(activity, progress, patience, stopped, beats, alarmed, now, now, suspects)
 
 
 def _said(sign: Sign) -> tuple[str, int, float | None, str]:

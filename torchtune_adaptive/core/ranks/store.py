@@ -6,18 +6,21 @@ import ipaddress
 import json
 import os
 import socket
-from collections.abc import Callable
+import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
-from torchtune_adaptive.common import launcher
+from torchtune_adaptive.common import RankLost, launcher
 from torchtune_adaptive.core.ranks.agreement import Ranks
 
 _LOOPBACK = "127.0.0.1"
 _THIS_MACHINE = (_LOOPBACK, "localhost", "::1")
+_ADDRESS, _EXPECTS = "address of the attempt", "ranks of the attempt"
+_ANSWER = timedelta(seconds=60)  # a store that lives answers at once, but a machine may be busy
+_REACHED = 5.0  # seconds; its machine may be gone, and the next address be there meanwhile
+_PAUSE = 0.1
 
 
 def open_store(ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
@@ -25,48 +28,72 @@ def open_store(ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
 
     It listens on loopback if all ranks share a machine, else on rank 0's address in ``MASTER_ADDR``.
     """
-    return _open(ranks.is_zero, _host(ranks.size), ranks.from_rank_zero, timeout)
+    if ranks.is_zero:
+        store, address = _hosted(_host(ranks.size), timeout)
+        ranks.from_rank_zero(address)
+        return store
+    host, port = ranks.from_rank_zero(("", 0))
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
 
 
-def open_store_of_restart(timeout: timedelta) -> dist.TCPStore:
-    """The store in which ranks meet that torchrun has started again on one machine; on all ranks at once.
+def open_store_of_attempt(timeout: timedelta) -> dist.TCPStore:
+    """A store in which the ranks of one attempt meet that torchrun may start again; on all ranks at once.
 
     torchrun keeps its own store for all attempts, so a rank that is early would find the addresses of
-    processes that are gone. A prefix for each attempt is not enough: NCCL's process groups look for errors
-    under keys without it, and end at those of an earlier attempt.
+    processes that are gone. A prefix for each attempt would not do: launchers of several machines count
+    attempts differently, and NCCL's process groups look for errors under keys without it. So rank 0 hosts a
+    new store, and the others try what they find until it is one that expects them.
+
+    Raises:
+        RankLost: they have not met within ``timeout``.
     """
-    shared, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
-    of_attempt = dist.PrefixStore(f"restart {launcher.restarts()}", shared)
+    began, size, rank = time.monotonic(), launcher.size(), launcher.rank()
+    try:
+        shared, *_ = next(dist.rendezvous("env://", timeout=min(timeout, _ANSWER)))
+    except RuntimeError as error:
+        raise RankLost(
+            f"the store of torchrun at {os.environ.get('MASTER_ADDR')} does not answer ({error}). If the "
+            "machine that holds it is gone, this attempt cannot begin."
+        ) from error
+    if rank == 0:
+        store, address = _hosted(_host(size), timeout)
+        store.set(_EXPECTS, str(size))
+        shared.set(_ADDRESS, json.dumps(address))
+        return store
+    while time.monotonic() - began < timeout.total_seconds():
+        with suppress(OSError, RuntimeError):  # the address is of an earlier attempt
+            if shared.check([_ADDRESS]):
+                host, port = json.loads(shared.get(_ADDRESS))
+                if (joined := _joined(host, port, rank, size)) is not None:
+                    joined.set_timeout(timeout)
+                    return joined
+        time.sleep(_PAUSE)
+    raise RankLost(f"rank 0 has not begun this attempt within {timeout.total_seconds():g} s.")
 
-    def from_rank_zero(address: Any) -> Any:
-        if rank == 0:
-            of_attempt.set("address", json.dumps(address))
-        return json.loads(of_attempt.get("address"))
 
-    return _open(rank == 0, _LOOPBACK, from_rank_zero, timeout)
+def _joined(host: str, port: int, rank: int, size: int) -> dist.TCPStore | None:
+    """The store at an address, if it expects this rank: its attempt has so many, and this is the first of its
+    number that comes."""
+    socket.create_connection((host, port), timeout=_REACHED).close()
+    store = dist.TCPStore(host, port, is_master=False, timeout=_ANSWER)
+    expects = store.check([_EXPECTS]) and int(store.get(_EXPECTS)) == size
+    return store if expects and store.add(f"rank {rank} is here", 1) == 1 else None
 
 
-def _open(
-    is_zero: bool, host: str, from_rank_zero: Callable[[Any], Any], timeout: timedelta
-) -> dist.TCPStore:
-    """A store that rank 0 hosts; the others learn its address by ``from_rank_zero``."""
-    store, port = None, 0
-    if is_zero:
-        listener = _listen(host)
-        port = listener.getsockname()[1]
-        # The store binds to every interface unless it is given a socket that is bound already.
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    host, port = from_rank_zero((host, port))
-    if store is None:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-    return store
+def _hosted(host: str, timeout: timedelta) -> tuple[dist.TCPStore, tuple[str, int]]:
+    """A store of this process, and its address."""
+    listener = _listen(host)
+    port = listener.getsockname()[1]
+    # The store binds to every interface unless it is given a socket that is bound already.
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, (host, port)
 
 
 def _host(ranks: int) -> str:

@@ -20,11 +20,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch.distributed as dist
 
-from torchtune_adaptive.common import RankLost, explain
+from torchtune_adaptive.common import RankLost, another_rank_has_failed, explain
 from torchtune_adaptive.core.ranks.agreement import Ranks, is_lost_peer
 from torchtune_adaptive.core.ranks.signs import DONE, LONGEST_SILENCE, Sign, lost_rank
 from torchtune_adaptive.core.ranks.star import Star
@@ -34,8 +34,11 @@ EXIT_CODE = 70
 """Tells our exit from a signal's or Python's own ("internal software error" of sysexits.h)."""
 _BEATS_PER_LIMIT = 20
 _SLOWEST_BEAT = 2.0  # seconds between two signs of life, whatever the limit
-_LIMIT_TO_STOP = 10.0  # seconds; a launcher kills those that it has asked to stop after 30
+_QUICK_BEAT = 0.5  # likewise, once a collective has broken or a stop is requested
 _SILENT_BEATS = 3  # after a collective broke, a rank that misses this many is the one that broke it
+_LIMIT_TO_STOP = _SILENT_BEATS * _SLOWEST_BEAT
+"""Seconds of silence after which a rank is lost where a stop is requested: a launcher asks for it when a rank
+has died, and kills the others after 30."""
 
 
 @dataclass(eq=False, repr=False)
@@ -59,7 +62,9 @@ class Watchdog:
         self._progress = 0
         self._patience: float | None = self.limit
         self._stopped = ""
+        self._alarmed = False
         self._closing = threading.Event()
+        self._wake = threading.Event()
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Lock()
         self._store: dist.TCPStore | None = None
@@ -114,7 +119,12 @@ class Watchdog:
                 self.ranks.any(False)  # nobody stops watching while another rank still works
             except RuntimeError as last:
                 error = broken = last
-        lost = RankLost(self._who_is_missing()) if is_lost_peer(error) else None
+        lost = None
+        if is_lost_peer(error):
+            if self.stop_requested():
+                # The launcher knows who is lost, and what it has asked for cannot be done any more.
+                self._leave(f"lost contact with another rank in '{self._activity}'")
+            lost = RankLost(self._who_is_missing())
         ending = lost or error
         self._stopped = DONE if ending is None else f"{type(ending).__name__}: {ending}"
         self._close()
@@ -129,33 +139,63 @@ class Watchdog:
         A thread that still needs the interpreter when that ends makes the process abort.
         """
         self._closing.set()
+        self._wake.set()
         for thread in self._threads:
             thread.join(timeout=self.limit)
-        store, self._store, self._star = self._store, None, None
-        assert store is not None
+        store, self._store = self._store, None
+        star, self._star = self._star, None
+        assert store is not None and star is not None
         if self._threads[0].is_alive():
             return  # rank 0 does not answer, and would not answer what follows either
         with suppress(Exception):  # nobody may be left
             store.set(_left(self.ranks.rank), "")
+            gone = star.missing(self._silence) if self._alarmed else {}
             # The host leaves last: the others still need it for their last calls, and to read why it ends.
             if self.ranks.is_zero:
-                patience = self.limit if self._stopped == DONE else 2 * self._beat
-                others = [_left(rank) for rank in range(1, self.ranks.size)]
+                patience = self.limit if self._stopped == DONE else 2 * self._healthy_beat
+                others = [_left(rank) for rank in range(1, self.ranks.size) if rank not in gone]
                 store.wait(others, timedelta(seconds=patience))
 
     # --- the threads ----------------------------------------------------------------------------------
 
     @property
-    def _beat(self) -> float:
+    def _healthy_beat(self) -> float:
         return min(self.limit / _BEATS_PER_LIMIT, _SLOWEST_BEAT)
+
+    @property
+    def _beat(self) -> float:
+        """Seconds between two signs of life of this rank, as things are."""
+        in_a_hurry = self._alarmed or self.stop_requested()
+        return min(self._healthy_beat, _QUICK_BEAT) if in_a_hurry else self._healthy_beat
 
     @property
     def _detour(self) -> float:
         """Seconds that a sign takes at most to be passed on by rank 0; two ranks read each other's."""
         return self._beat if self.ranks.size > 2 else 0.0
 
+    @property
+    def _silence(self) -> float:
+        """Seconds of silence after which a rank is lost if a collective has broken.
+
+        One that lives hears of that within a beat as it was, and then hurries as well.
+        """
+        return self._healthy_beat + _SILENT_BEATS * self._beat + self._detour
+
+    def _rest(self) -> bool:
+        """Wait for a beat, or less if there is an alarm; whether the threads are to end."""
+        if self._alarmed:
+            return self._closing.wait(self._beat)
+        self._wake.wait(self._beat)
+        return self._closing.is_set()
+
+    def _alarm(self) -> None:
+        """Hurry from now on, and let the others know; called when a collective broke, here or elsewhere."""
+        self._alarmed = True
+        self._publish()
+        self._wake.set()
+
     def _watch(self, star: Star) -> None:
-        while not self._closing.wait(self._beat):
+        while not self._rest():
             self._beats += 1
             try:
                 others = star.exchange()
@@ -163,6 +203,8 @@ class Watchdog:
                 if not self._closing.wait(_SLOWEST_BEAT):  # or this rank is ending anyway
                     self._stop(f"rank 0, which hosts the signs of life, does not answer ({error})")
                 return
+            if not self._alarmed and any(sign.alarmed for sign in star.signs.values()):
+                self._alarm()
             self._judge(others)
         self._publish()  # its last sign
 
@@ -172,7 +214,7 @@ class Watchdog:
         The store answers no request while its process is stopped, or once its machine is gone. The timeout of
         requests does not end them then.
         """
-        while not (self.ranks.is_zero or self._closing.wait(self._beat)):
+        while not (self.ranks.is_zero or self._rest()):
             # Twice: if the interpreter's lock was held for long, the other thread has a beat to read first.
             if self._verdict(star.signs) is not None and not self._closing.wait(self._beat):
                 self._judge(star.signs)
@@ -180,14 +222,26 @@ class Watchdog:
     def _judge(self, others: dict[int, Sign]) -> None:
         """Stop if one of the others is lost."""
         verdict = self._verdict(others)
+        if verdict is None:
+            return
+        if self.stop_requested():
+            silent = self._verdict(
+                {rank: sign for rank, sign in others.items() if not sign.stopped}
+            )
+            if silent is not None:
+                self._leave(silent)
         # If all ranks end for the same reason, each reports it better itself: give this one a moment. And the
         # host of the store stays until the others have read what it has just passed on.
         moment = _SLOWEST_BEAT + (self._detour if self.ranks.is_zero else 0.0)
-        if verdict is not None and not self._closing.wait(moment):
+        if not self._closing.wait(moment):
             self._stop(verdict)
 
     def _verdict(self, others: dict[int, Sign]) -> str | None:
-        limit = min(self.limit, _LIMIT_TO_STOP) if self.stop_requested() else self.limit
+        limit = self.limit
+        if self.stop_requested():
+            limit = min(limit, _LIMIT_TO_STOP)
+        if self._alarmed:
+            limit = min(limit, self._silence)
         return lost_rank(self._own(), others, time.monotonic(), limit)
 
     def _publish(self) -> None:
@@ -197,7 +251,14 @@ class Watchdog:
             self._star.publish()
 
     def _own(self) -> Sign:
-        return Sign(self._activity, self._progress, self._patience, self._stopped, self._beats)
+        return Sign(
+            self._activity,
+            self._progress,
+            self._patience,
+            self._stopped,
+            self._beats,
+            self._alarmed,
+        )
 
     def _who_is_missing(self) -> str:
         """The ranks that have missed a few beats, as a sentence; called when a collective broke."""
@@ -207,16 +268,20 @@ class Watchdog:
             file=sys.stderr,
             flush=True,
         )
-        silence = _SILENT_BEATS * self._beat
-        # Meanwhile the thread keeps listening.
-        self._closing.wait(silence + self._beat + self._detour)
         assert self._star is not None
-        missing = [
+        self._alarm()
+        # A rank that saves may hold the interpreter's lock: give that one as long as before the alarm.
+        end = time.monotonic() + (_SILENT_BEATS + 1) * self._healthy_beat + self._detour
+        missing = self._star.missing(self._silence)
+        while time.monotonic() < end and not any(map(_is_surely_lost, missing.values())):
+            self._closing.wait(self._beat)  # meanwhile the thread keeps listening
+            missing = self._star.missing(self._silence)
+        named = [
             f"rank {rank} ({sign.stopped or 'silent'}; its last sign came from '{sign.activity}')"
-            for rank, sign in self._star.missing(silence).items()
+            for rank, sign in missing.items()
         ]
         return (
-            f"lost {', '.join(missing) or 'contact with another rank'} "
+            f"lost {', '.join(named) or 'contact with another rank'} "
             f"while this rank was in '{self._activity}'"
         )
 
@@ -228,6 +293,21 @@ class Watchdog:
         )
         # The main thread may be waiting inside a collective, where no exception can reach it.
         os._exit(EXIT_CODE)
+
+    def _leave(self, why: str) -> NoReturn:
+        """End at once: the launcher has asked for it, and waits."""
+        self._stopping.acquire()
+        if not another_rank_has_failed():
+            print(
+                f"rank {self.ranks.rank}: {why}, so no checkpoint can be saved. Stopping as requested.",
+                file=sys.stderr,
+                flush=True,
+            )
+        os._exit(EXIT_CODE)
+
+
+def _is_surely_lost(sign: Sign) -> bool:
+    return bool(sign.stopped) or sign.patience is not None
 
 
 def _left(rank: int) -> str:

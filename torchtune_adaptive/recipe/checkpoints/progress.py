@@ -50,6 +50,10 @@ class Progress:
     """The values of these that are the checkpoint's, and not the config's."""
     source: str | None = None
     """The checkpoint that is resumed from."""
+    sized_for: str | None = None
+    """Ranks, device and config that the size of the resumed checkpoint was found for, as one word."""
+    sizes_for: str | None = None
+    """The same of this run."""
     history: dict[str, Any] | None = None
     """The steps so far, as a summary and a plot show them; None where a checkpoint does not have them."""
 
@@ -116,6 +120,7 @@ class Progress:
             takes_rate=self.takes_rate,
         )
         self.config, self.samples = found.config, saved["samples"]
+        self.sized_for = saved.get("sized_for")
         self.changes += found.changes
         self.kept |= found.kept
 
@@ -146,7 +151,11 @@ class Progress:
 
     def training_state(self) -> dict[str, Any]:
         """What torchtune's recipe state does not have."""
-        saved_with = {"config": self.config, "samples": self.samples}
+        saved_with = {
+            "config": self.config,
+            "samples": self.samples,
+            "sized_for": self.sizes_for,
+        }
         return {
             TRAINING_KEY: self.training and self.training.write(),
             CONFIG_KEY: saved_with,

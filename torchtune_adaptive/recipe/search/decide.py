@@ -44,10 +44,21 @@ class DecidedBatch:
 
 
 def decide_batch(
-    prober: Prober, rows: RowsToTry, saved: TrainingState | None, planner: BackgroundPlanner | None
+    prober: Prober,
+    rows: RowsToTry,
+    saved: TrainingState | None,
+    planner: BackgroundPlanner | None,
+    as_before: bool = False,
 ) -> DecidedBatch:
-    """Search where a search is asked for, and settle what training starts with. ``saved`` is the training
-    state of the checkpoint that is resumed; on rank 0, a planner predicts what should be found."""
+    """Search where a search is asked for, and settle what training starts with.
+
+    Args:
+        prober: what makes trials.
+        rows: the rows to try.
+        saved: the training state of the checkpoint that is resumed.
+        planner: on rank 0, predicts what should be found.
+        as_before: whether ranks, device and config are those of the checkpoint.
+    """
     settings, configured = prober.settings, rows.configured
     # A resumed run is bound by what it decided before; one that decided nothing is not.
     growth = saved.growth if saved and settings.adapts else None
@@ -56,6 +67,8 @@ def decide_batch(
         batch = _in_tokens(prober, rows, saved)
     elif settings.use_fastest_configuration:
         batch = _fastest(prober, rows, saved, planner if isinstance(planner, RankPlanner) else None)
+    elif growth is not None and as_before and settings.searches and settings.shrinks:
+        batch = _as_it_was(prober, rows, growth)
     elif settings.searches:
         batch = _in_rows(
             prober, rows, growth, planner if isinstance(planner, PeakPlanner) else None
@@ -92,6 +105,18 @@ def _in_rows(
             f"Use {report.largest}",
         )
     return DecidedBatch(report.split, _by_rows(prober), report.largest, report)
+
+
+def _as_it_was(prober: Prober, rows: RowsToTry, growth: GrowthState) -> DecidedBatch:
+    """What the run has trained with in the same place; a step that runs out of memory takes less."""
+    assert growth.largest is not None
+    split = growth.now_on(rows.configured.ranks, growth.largest)
+    if prober.ranks.is_zero:
+        log.info(
+            f"batch_size {split.micro_batch}: as the checkpoint has it, from the same ranks, device and "
+            "config, so it is not tried again."
+        )
+    return DecidedBatch(split, _by_rows(prober), growth.largest)
 
 
 def _fastest(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -138,6 +140,14 @@ class Prober:
             device=self.step.memory.name,
             capacity=self.capacity(),
         )
+
+    def place(self) -> str:
+        """Ranks, device and config as one word: the sizes that were found there fit there."""
+        rows = {key: str(self.asked.cfg.get(key)) for key in ("dataset", "tokenizer")}
+        facts = self.facts(rows=rows, all_settings=asdict(self.settings))
+        text = json.dumps(facts, sort_keys=True, default=str)
+        # Of rank 0: where ranks differ, all are to do the same.
+        return self.ranks.from_rank_zero(hashlib.sha256(text.encode()).hexdigest())
 
     def probe(self, accumulation: Callable[[int], int]) -> Probe:
         """A probe, which is a context; ``accumulation`` gives the micro-batches in a step of a size."""

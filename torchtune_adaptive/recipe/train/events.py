@@ -69,6 +69,10 @@ class Events:
         """The run goes on from a checkpoint after ``step``. The log has said so, and what has changed."""
         self._put({"step": step, "reason": f"resumed from {source}", "changes": changes})
 
+    def attempted(self, step: int, what: str, facts: Mapping[str, Any]) -> None:
+        """Another attempt goes on after ``step``."""
+        self._put({"step": step, "reason": what, **facts}, f"{what[0].upper()}{what[1:]}.")
+
     def noticed(self, step: int, what: str) -> None:
         """Warn about something that changed nothing."""
         self._put({"step": step, "reason": what}, f"{what} (step {step})", logging.WARNING)

@@ -21,17 +21,25 @@ log = logging.getLogger(__name__)
 class MetricLogger:
     """A config's metric logger. It drops what it cannot write, and warns once.
 
+    Args:
+        cfg: the config.
+        run: what tells this run from all others, so that W&B goes on with it when it is resumed.
+
     Raises:
         OSError: it cannot be opened for writing.
     """
 
-    def __init__(self, cfg: DictConfig) -> None:
+    def __init__(self, cfg: DictConfig, run: str | None = None) -> None:
         self._has_failed = False
+        goes_on: dict[str, Any] = {}
+        if run is not None and cfg.metric_logger._component_.endswith("WandBLogger"):
+            goes_on = {"id": run, "resume": "allow", "allow_val_change": True}
+            goes_on = {key: goes_on[key] for key in goes_on.keys() - cfg.metric_logger.keys()}
         self._folder: str | None = cfg.metric_logger.get("log_dir")
         # torchtune's loggers print where they write.
         said = nullcontext() if log.isEnabledFor(logging.INFO) else redirect_stdout(StringIO())
         with said:
-            self._logger: Any = config.instantiate(cfg.metric_logger)
+            self._logger: Any = config.instantiate(cfg.metric_logger, **goes_on)
         atexit.register(self.close)  # what it holds back is written, however the run ends
 
     @property
@@ -60,8 +68,10 @@ class MetricLogger:
             self._has_failed = True
 
 
-def start_metric_logger(cfg: DictConfig, ranks: Ranks) -> MetricLogger | None:
-    """The metric logger of a run, on rank 0.
+def start_metric_logger(
+    cfg: DictConfig, ranks: Ranks, run: str | None = None
+) -> MetricLogger | None:
+    """The metric logger of a run, on rank 0; ``run`` tells it from all others.
 
     Raises:
         ConfigError: it cannot begin; on all ranks.
@@ -69,7 +79,7 @@ def start_metric_logger(cfg: DictConfig, ranks: Ranks) -> MetricLogger | None:
     logger, problem = None, None
     if ranks.is_zero:
         try:
-            logger = MetricLogger(cfg)
+            logger = MetricLogger(cfg, run)
         except OSError as error:
             remedy = "Set metric_logger.log_dir to a folder that can be written to, or make room"
             problem = f"cannot write: {error}", remedy
@@ -78,5 +88,7 @@ def start_metric_logger(cfg: DictConfig, ranks: Ranks) -> MetricLogger | None:
             remedy = "Set it up, or use torchtune.training.metric_logging.DiskLogger"
             problem = f"cannot begin ({type(error).__name__}: {said})", remedy
     if problem := ranks.from_rank_zero(problem):
-        raise ConfigError("metric_logger", cfg.metric_logger._component_, *problem)
+        refused = ConfigError("metric_logger", cfg.metric_logger._component_, *problem)
+        refused.repeats = False  # a network may be back
+        raise refused
     return logger

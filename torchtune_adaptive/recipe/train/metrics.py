@@ -12,6 +12,7 @@ from torchtune_adaptive.common import bytes_of, counted
 from torchtune_adaptive.core import DeviceMemory, MicroBatch, Split, StepDone, Usage
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.train.attempts import Attempts
 from torchtune_adaptive.recipe.train.history import Course, History, MarkKind, Point
 from torchtune_adaptive.recipe.train.watched import PHASES, TRAINING, as_text, shares, watched
 
@@ -31,16 +32,20 @@ class Logging:
     every_n_steps: int
     memory: bool
     """Log the accelerator's peak memory as well."""
+    attempts: Attempts | None = None
+    """The attempts of the run; on rank 0 only."""
 
     @classmethod
-    def of(cls, asked: Asked, logger: Any, environment: Environment) -> Logging:
+    def of(
+        cls, asked: Asked, logger: Any, environment: Environment, attempts: Attempts | None
+    ) -> Logging:
         memory = asked["log_peak_memory_stats"]
         if memory and environment.device.type == "cpu":
             log.info(
                 "log_peak_memory_stats is True, but a CPU has no such statistics; not logging them."
             )
             memory = False
-        return cls(logger, asked["log_every_n_steps"], memory)
+        return cls(logger, asked["log_every_n_steps"], memory, attempts)
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,9 @@ class Metrics:
         if saved is not None and saved.get("form") == _SAVED:
             self._before = Course(**saved["course"])
             self.history.load_state_dict(saved["history"])
-        self.history.mark(MarkKind.RESUMED, samples, f"resumed at step {step:,}")
+        attempts = self._logging.attempts
+        again = f"; {attempts.done_again} again" if attempts and attempts.done_again else ""
+        self.history.mark(MarkKind.RESUMED, samples, f"resumed at step {step:,}{again}")
 
     def state_dict(self) -> dict[str, Any] | None:
         """What a checkpoint keeps of the whole run; None where that is not known."""
@@ -237,6 +244,9 @@ class Metrics:
                 limit_bytes=self._capacity if measured else None,
             )
         )
+        attempts = self._logging.attempts
+        if attempts is not None:
+            attempts.reached(number)
         if self._environment.ranks.is_zero and number % self._logging.every_n_steps == 0:
             record: dict[str, Any] = {
                 "loss": outcome.loss,
@@ -253,6 +263,8 @@ class Metrics:
             }
             if outcome.gradient_norm is not None:
                 record["grad_norm"] = outcome.gradient_norm
+            if attempts is not None and attempts.is_done_again(number):
+                record["done_again"] = 1
             self._logging.logger.log_dict(record, step=number)
         self.start_step()
 
