@@ -7,6 +7,7 @@ once, by the weight of all micro-batches of all ranks, so how its rows are split
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,14 @@ from torchtune_adaptive.core.step.recompute import RecomputedChunks
 
 Batch = Any
 """A micro-batch as a collate function makes it; the recipes' are dictionaries of tensors."""
+
+
+@dataclass(frozen=True)
+class Weightless:
+    """A micro-batch that counts for nothing: a rank that has no more rows launches with it what others do."""
+
+    batch: Batch
+
 
 Forward = Callable[..., Any]
 """The forward pass of the model that is trained, with activation offloading where that is on."""

@@ -44,7 +44,7 @@ from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import Exchange, ForwardDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import Failures, StepHalfApplied, drop_unfinished
 from torchtune_adaptive.core.step.knobs import Choice, Switches
-from torchtune_adaptive.core.step.objective import Batch, Objective, Summed
+from torchtune_adaptive.core.step.objective import Batch, Objective, Summed, Weightless
 from torchtune_adaptive.core.step.small_batches import SmallBatches
 from torchtune_adaptive.core.step.trees import mapped, shape_of, tensors_in
 
@@ -311,7 +311,8 @@ class TrainStep:
         summed, weight = self._summed_loss(batch)
         self._exchange.add(summed, weight)
         if self._noise.on:
-            self._noise.after_forward(weight, self.objective.rows(batch))
+            rows = 0 if isinstance(batch, Weightless) else self.objective.rows(batch)
+            self._noise.after_forward(weight, rows)
         self._graph = summed.loss
 
     def to_device(self, batch: Batch) -> Batch:
@@ -427,6 +428,10 @@ class TrainStep:
 
     def _summed_loss(self, batch: Batch) -> tuple[Summed, int]:
         """The loss of a micro-batch that is on the host, and its weight."""
+        if isinstance(batch, Weightless):
+            summed, _ = self._summed_loss(batch.batch)
+            metrics = summed.metrics and {name: sum * 0 for name, sum in summed.metrics.items()}
+            return Summed(summed.loss * 0, 0, metrics), 0
         weight = self.objective.weight(batch)
         loss = self.objective.summed_loss(self._run_model, self.to_device(batch), weight)
         summed = loss if isinstance(loss, Summed) else Summed(loss)
@@ -536,6 +541,8 @@ class TrainStep:
 
 
 def _shape_of(batch: Batch) -> Hashable:
+    if isinstance(batch, Weightless):
+        return _shape_of(batch.batch)
     shape = shape_of(batch)
     if not shape:
         raise UsageError(
