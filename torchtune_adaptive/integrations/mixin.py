@@ -68,8 +68,10 @@ class AdaptiveMixin(_Trainer):
             args.gradient_accumulation_steps,
             self.accelerator.num_processes,
         )
-        learned = learned_in(checkpoint, args.output_dir)
-        self.rows_begun_with, rows = given.resumed((learned or {}).get("began with"))
+        learned = learned_in(checkpoint, args.output_dir) or {}
+        self.rows_begun_with, rows = given.resumed(
+            learned.get("began with"), "resume_from_checkpoint"
+        )
         if rows == given:
             yield
             return

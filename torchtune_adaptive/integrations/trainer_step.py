@@ -214,9 +214,9 @@ class TrainerStep(RowStep):
         )
         if terms is not Terms.ITEMS and batches != began.accumulation:
             raise UsageError(
-                f"resume_from_checkpoint: the loss is a mean over {terms.value}, and its steps have "
-                f"{began.accumulation} batches, which these processes cannot have with as many rows. Resume on "
-                f"a number of processes that divides {began.number // began.accumulation}."
+                f"resume_from_checkpoint: the loss is a mean over {terms.value}, of {began.accumulation} "
+                "batches in a step, and these processes cannot have as many with as many rows. Resume on a "
+                f"number of processes that divides {began.number // began.accumulation}."
             )
         self._terms = terms
 

@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,7 +136,8 @@ def fit(
     loader = torch.utils.data.DataLoader(data, batch_size=rows, **loading)
     validating = torch.utils.data.DataLoader(tokens(8), batch_size=4, collate_fn=Padding())
     trainer.fit(module, loader, validating, ckpt_path=resume)
-    assert not left and trainer.global_step == len(seeing.steps) + (6 if resume else 0)
+    begun = int(Path(resume).stem.partition("=")[2]) if resume else 0
+    assert not left and trainer.global_step == len(seeing.steps) + begun
     whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
     step = getattr(module, "_step", None)
     sizes = (step._size, step._step._runner.size) if step else None
@@ -249,6 +251,39 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     [seen] = on_ranks(resumed, 1)
     assert seen["sizes"] == ((4, 1), (4, 1)) and seen["same weights"], seen
     assert max(seen["far"]) <= CLOSE, seen
+
+
+def part(folder: str, resume: str | None, rows: int, **settings: Any) -> Result:
+    return fit(AS_CONFIGURED, folder=folder, resume=resume, data=tokens(rows), **settings)
+
+
+def refused_part(folder: str, resume: str, rows: int) -> str:
+    with pytest.raises(UsageError) as refused:
+        part(folder, resume, rows)
+    return str(refused.value)
+
+
+def test_a_run_goes_on_on_other_processes_from_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """On two processes and then on one, and the other way around."""
+    for number, (first, then, batches) in enumerate(((2, 1, 1), (1, 2, 2))):
+        folder = str(tmp_path / str(number))
+        [whole, *_] = on_ranks(part, first, folder, None, 24, accumulate_grad_batches=batches)
+        resume = f"{folder}/step=3.ckpt"
+        [rest, *_] = on_ranks(part, then, folder, resume, 24, accumulate_grad_batches=batches)
+        whole = replace(whole, logs=whole.logs[3:])
+        assert len(rest.logs) == 3 and distance(rest, whole, "grad_norm", "learning_rate") <= 1e-5
+        torch.testing.assert_close(rest.weights, whole.weights, rtol=0, atol=1e-4)
+
+
+def test_other_processes_that_cannot_have_the_rows_of_a_step(tmp_path: Path) -> None:
+    on_ranks(part, 2, str(tmp_path), None, 48)
+    [said] = on_ranks(refused_part, 1, str(tmp_path), f"{tmp_path}/step=3.ckpt", 48)
+    assert said.startswith("ckpt_path: it is from the middle of an epoch on 2 processes."), said
+    for said in on_ranks(refused_part, 3, str(tmp_path), f"{tmp_path}/step=6.ckpt", 48):
+        assert said.startswith("ckpt_path: its steps have 2 batches, which 3 processes cannot"), (
+            said
+        )
+        assert "Processes that can: 1, 2." in said
 
 
 class Counting(Module):

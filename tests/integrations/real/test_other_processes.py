@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import TrainerCallback
 
 from tests.integrations.real.trainers import (
@@ -18,11 +17,8 @@ from tests.integrations.real.trainers import (
     make,
     on_ranks,
     result,
-    tokens,
 )
 from tests.integrations.real.ways import WAYS, settings_of
-from torchtune_adaptive import UsageError
-from torchtune_adaptive.integrations.transformers import adaptive
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 CLOSE = 2e-6
