@@ -11,11 +11,11 @@ from torchtune_adaptive.integrations.step_rows import StepRows
 
 
 def test_a_step_keeps_its_rows_wherever_they_divide() -> None:
-    for batch in (1, 2, 3, 4, 8):
-        for accumulation in (1, 2, 3, 4):
-            for processes in range(1, 9):
+    for batch in (1, 3, 4):
+        for accumulation in (1, 2, 3):
+            for processes in (1, 2, 3, 4, 8):
                 began = StepRows(batch, accumulation, processes)
-                for others in range(1, 13):
+                for others in range(1, 9):
                     given = StepRows(batch, accumulation, others)
                     if began.number % others:
                         with pytest.raises(UsageError, match=f"its steps have {began.number} row"):

@@ -77,7 +77,7 @@ def part(
         ],
         "rows": steps,
         "sizes": {entry["adaptive/micro_batch"] for entry in logs[first:]},
-        "weights": result(trainer).weights,
+        "weights": result(trainer).weights.tolist(),
     }
 
 
@@ -103,5 +103,7 @@ def test_a_run_goes_on_on_other_processes(kind: str, way: str, tmp_path: Path) -
     assert rows == whole_steps(undisturbed)
     logs, expected = (torch.tensor(each[0]["logs"]) for each in (seen, undisturbed))
     assert logs.shape == expected.shape == (STEPS, 3)
+    weights = (torch.tensor(each[0]["weights"]) for each in (seen, undisturbed))
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-4)
     torch.testing.assert_close(logs[:, 0], expected[:, 0], rtol=0, atol=CLOSE)
     torch.testing.assert_close(logs, expected, rtol=1e-5, atol=CLOSE)
