@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         MicroBatch,
         MicroBatches,
     )
-    from torchtune_adaptive.core.rows.order import SampleOrder, Samples
+    from torchtune_adaptive.core.rows.order import SampleOrder
     from torchtune_adaptive.core.search import strategies
     from torchtune_adaptive.core.search.probe import Probe
     from torchtune_adaptive.core.search.trial import SizeTrial

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtune_adaptive.common import UsageError, arguments, counted
-from torchtune_adaptive.core import SampleOrder, Samples
+from torchtune_adaptive.core import SampleOrder
 
 
 class IndexedRows(Protocol):
@@ -102,7 +102,7 @@ class Steps(Iterator[list[Any]]):
         """The number of the epoch."""
         self.used = used
         """The rows of the epoch that all ranks have used, with those of the step that was given last."""
-        self._mine: Samples | None = None
+        self._mine: Any = None
         """The rows of this rank from the step on that it has been given first, which begin at a place."""
         self._place = 0
 

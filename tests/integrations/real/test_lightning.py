@@ -65,9 +65,10 @@ class Sharded(Module):
 
 
 class Seeing(pl.Callback):  # type: ignore[misc, name-defined]
-    """What a callback sees of each step."""
+    """What a callback sees of each step after those that were taken before."""
 
-    def __init__(self) -> None:
+    def __init__(self, begun: int) -> None:
+        self.begun = begun
         self.steps: list[dict[str, float]] = []
         self.norm = 0.0
         self.outputs = 0.0
@@ -82,7 +83,7 @@ class Seeing(pl.Callback):  # type: ignore[misc, name-defined]
         self, trainer: Any, module: Any, outputs: Any, batch: Any, _: int
     ) -> None:
         self.outputs += float(outputs["loss"])
-        if trainer.global_step > len(self.steps):
+        if trainer.global_step > self.begun + len(self.steps):
             [group] = trainer.optimizers[0].param_groups
             logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
             rows = {"rows": len(batch["input_ids"]), "outputs": self.outputs}
@@ -106,7 +107,8 @@ def fit(
 ) -> Result:
     """The result of a training; plain without options."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    seeing = Seeing()
+    begun = int(Path(resume).stem.partition("=")[2]) if resume else 0
+    seeing = Seeing(begun)
     module = kind() if options is None else adaptive(kind, options)()
     callbacks: list[Any] = [seeing]
     if folder:
@@ -136,7 +138,6 @@ def fit(
     loader = torch.utils.data.DataLoader(data, batch_size=rows, **loading)
     validating = torch.utils.data.DataLoader(tokens(8), batch_size=4, collate_fn=Padding())
     trainer.fit(module, loader, validating, ckpt_path=resume)
-    begun = int(Path(resume).stem.partition("=")[2]) if resume else 0
     assert not left and trainer.global_step == len(seeing.steps) + begun
     whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
     step = getattr(module, "_step", None)
@@ -257,6 +258,9 @@ def part(
     folder: str, resume: str | None, rows: int, **settings: Any
 ) -> tuple[list[list[float]], list[float]]:
     """What each step of a part of a run has logged, and the weights at its end."""
+    os.environ["NODE_RANK"] = "0"
+    if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        settings |= {"devices": processes, "strategy": "ddp"}
     made = fit(AS_CONFIGURED, folder=folder, resume=resume, data=tokens(rows), **settings)
     return made.column("grad_norm", "learning_rate"), made.weights.tolist()
 

@@ -18,11 +18,11 @@ from tests.integrations.real.trainers import (
     on_ranks,
     result,
 )
-from tests.integrations.real.ways import WAYS, settings_of
+from tests.integrations.real.ways import settings_of
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 CLOSE = 2e-6
-STEPS, ENDS = 9, ((2, 3), (1, 6), (2, 9))
+STEPS = 9
 SETTINGS = {
     **{"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1},
     **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
@@ -86,19 +86,20 @@ def whole_steps(parts: list[dict[str, Any]]) -> list[list[str]]:
     return [sorted(chain(*one)) for one in zip(*(each["rows"] for each in parts), strict=True)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["trainer", "sft", "dpo", "reward"])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [("trainer", "ddp"), ("sft", "ddp"), ("dpo", "ddp"), ("reward", "ddp"), ("trainer", "fsdp2")],
+)
 def test_a_run_goes_on_on_other_processes(kind: str, way: str, tmp_path: Path) -> None:
-    if way == "fsdp2" and kind != "trainer":
-        pytest.skip("the same path")
     undisturbed = on_ranks(part, 2, kind, way, str(tmp_path / "whole"), STEPS, None)
     folder, resume = str(tmp_path), None
     rows: list[list[str]] = []
-    for processes, ends in ENDS:
-        loss = Loss(4, 0, 2) if processes == 1 else None
+    others = 1 if way == "ddp" else 4  # transformers has no FSDP on one process
+    for processes, ends in ((2, 3), (others, 6), (2, STEPS)):
+        loss = Loss(4, 0, 2) if processes == others else None
         seen = on_ranks(part, processes, kind, way, folder, ends, resume, loss)
         rows += whole_steps(seen)
-        assert seen[0]["sizes"] <= {4, 2}, "one that is not searched for stays what it was"
+        assert max(seen[0]["sizes"]) <= 4, "one that is not searched for stays what it was"
         resume = f"{folder}/checkpoint-{ends}"
     assert rows == whole_steps(undisturbed)
     logs, expected = (torch.tensor(each[0]["logs"]) for each in (seen, undisturbed))
