@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         Outcome,
         Plan,
         Speed,
+        Steps,
         TransformersStep,
         find_batch_size,
         find_fastest,

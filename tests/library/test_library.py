@@ -48,7 +48,9 @@ SIGNATURES = {
     "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, "
     "length=1, timeout=600.0)",
     "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None)",
-    "steps_of": "(data, rows, *, epoch=0, shuffle=True, seed=0, start=0, mesh=None)",
+    "steps_of": "(data, rows=None, *, global_rows=None, epoch=0, shuffle=True, seed=0, start=0, mesh=None)",
+    "Steps.state_dict": "(self)",
+    "Steps.load_state_dict": "(self, state)",
     "NoiseScale": "(window=100, least_steps=10)",
     "Speed": "(seconds, tokens_per_second_per_gpu, mfu, parts, recomputing, band, "
     "rows_per_second_per_gpu=0.0)",
@@ -65,7 +67,7 @@ SIGNATURES = {
 
 def test_names_and_signatures_are_what_was_promised() -> None:
     classes = {"AdaptiveBatchingError", "BatchSize", "ForwardOnly", "NoPrediction", "NothingFits"}
-    classes |= {"RankLost", "Schedule", "TrainingOutOfMemory", "UsageError"}
+    classes |= {"RankLost", "Schedule", "Steps", "TrainingOutOfMemory", "UsageError"}
     assert set(torchtune_adaptive.__all__) == classes | {
         name for name in SIGNATURES if "." not in name
     }
@@ -282,6 +284,9 @@ class TestMisuse:
 
     def test_no_rows(self) -> None:
         run = Trained("alone")
+        with pytest.raises(UsageError, match="at least one on every rank"):
+            run.step([], collate, 1)
+        run.step(rows_of(1), collate, 1)
         with pytest.raises(UsageError, match="at least one on every rank"):
             run.step([], collate, 1)
         with pytest.raises(UsageError, match="16 in a step on each rank, and the data has 8"):

@@ -17,18 +17,20 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
+from dataclasses import astuple
 from typing import Any, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.integrations import private
 from torchtune_adaptive.integrations.facts import check_versions
 from torchtune_adaptive.integrations.module_step import ModuleStep
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows
+from torchtune_adaptive.integrations.step_rows import StepRows
 
 Kind = TypeVar("Kind", bound=type)
 _Module: Any = object
@@ -61,6 +63,7 @@ class AdaptiveModuleMixin(_Module):
 
     _step: ModuleStep | None = None
     _resumed: dict[str, Any] | None = None
+    _began_with: StepRows
     _taken: ExitStack | None = None
     _rows: list[KeptRows]
     trainer: Any
@@ -80,6 +83,7 @@ class AdaptiveModuleMixin(_Module):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._taken = ExitStack()
+        self._keep_rows_of_steps(self._taken)
         wrapped = self.trainer.strategy.model
         if isinstance(wrapped, DistributedDataParallel):
             # Nothing is reduced but by the step; and a rank without memory would miss a broadcast.
@@ -130,11 +134,35 @@ class AdaptiveModuleMixin(_Module):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if self._step is not None:
-            checkpoint[_KEY] = self._step.learned
+            checkpoint[_KEY] = {
+                **(self._step.learned or {}),
+                "began with": astuple(self._began_with),
+                "processes": self.trainer.world_size,
+                "epoch ended": bool(self.trainer.is_last_batch),
+            }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self._resumed = checkpoint.get(_KEY)
+
+    def _keep_rows_of_steps(self, until: ExitStack) -> None:
+        """Accumulate as many batches over all processes as when the run began, until training ends."""
+        trainer, saved = self.trainer, self._resumed or {}
+        # Of rows, a batch: how many it has, the loader says.
+        given = StepRows(1, trainer.accumulate_grad_batches, trainer.world_size)
+        self._began_with, now = given.resumed(
+            saved.get("began with"), "ckpt_path", ("batch", "batches")
+        )
+        before = saved.get("processes", trainer.world_size)
+        if before != trainer.world_size and not saved["epoch ended"]:
+            raise UsageError(
+                f"ckpt_path: it is from the middle of an epoch on {counted(before, 'process', 'processes')}. "
+                "Lightning counts the batches of each, so on another number the rest of the epoch would have "
+                "other rows. Resume on as many, or from the end of an epoch."
+            )
+        if now != given:
+            trainer.accumulate_grad_batches = now.batch * now.accumulation
+            until.callback(setattr, trainer, "accumulate_grad_batches", given.accumulation)
 
 
 _KEY = "torchtune_adaptive"

@@ -45,6 +45,13 @@ def logged(trainer: Any, losses: Iterable[float]) -> torch.Tensor:
     return total - before
 
 
+def set_batches(trainer: Any, rows: int, accumulation: int) -> None:
+    """Change the rows in a trainer's batches, and their number in a step, before it trains. When it is made,
+    transformers (5.16 to 5.23) reads the rows from its arguments, and from this attribute later."""
+    trainer.args.per_device_train_batch_size = trainer._train_batch_size = rows
+    trainer.args.gradient_accumulation_steps = accumulation
+
+
 @contextmanager
 def unpacked(model: torch.nn.Module) -> Iterator[None]:
     """A context in which a forward pass in evaluation mode leaves the 4-bit weights of bitsandbytes (0.50) as

@@ -197,7 +197,7 @@ class RowStep(ABC):
         self._look_at_loss(step)
         most = self._most(rows)
         ceiling = min(most, options.ceiling or most)
-        self._size = min(self._configured()[0], ceiling)
+        self._size = min(self._begin_with(), ceiling)
         learned = self._learned_before()
         if learned:
             self._size = learned["size"]
@@ -234,6 +234,10 @@ class RowStep(ABC):
     def _most(self, rows: int) -> int:
         """The most rows that a micro-batch of a step of so many may have."""
         return rows
+
+    def _begin_with(self) -> int:
+        """The rows of a micro-batch where no size is searched for."""
+        return self._configured()[0]
 
     def _longest(self) -> Any:
         dataset = self._loader.dataset

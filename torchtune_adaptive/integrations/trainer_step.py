@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from functools import cache, partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -205,6 +208,16 @@ class TrainerStep(RowStep):
                 f"token_budget: the loss of {type(model).__name__} is a mean over the labels of a batch, so "
                 "the rows of a micro-batch are of one batch, whatever their length. Leave it off."
             )
+        began, batches = (
+            self._trainer.rows_begun_with,
+            self._trainer.args.gradient_accumulation_steps,
+        )
+        if terms is not Terms.ITEMS and batches != began.accumulation:
+            raise UsageError(
+                f"resume_from_checkpoint: the loss is a mean over {terms.value}, of {began.accumulation} "
+                "batches in a step, and these processes cannot have as many with as many rows. Resume on a "
+                f"number of processes that divides {began.number // began.accumulation}."
+            )
         self._terms = terms
 
     def _groups(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
@@ -282,9 +295,15 @@ class TrainerStep(RowStep):
         return rows, rows * args.gradient_accumulation_steps, trainer.accelerator.num_processes
 
     def _saved(self) -> dict[str, Any] | None:
-        saved = self._trainer.state.stateful_callbacks.get(_state_class().__name__) or {}
-        learned: dict[str, Any] | None = saved.get("attributes", {}).get("learned")
-        return learned
+        return _learned(self._trainer.state.stateful_callbacks)
+
+    @property
+    def learned(self) -> dict[str, Any] | None:
+        learned, began = super().learned, self._trainer.rows_begun_with
+        return learned and {**learned, "began with": astuple(began)}
+
+    def _begin_with(self) -> int:
+        return min(self._configured()[0], self._trainer.rows_begun_with.batch)
 
     def _checkpoint(self) -> str:
         return f"checkpoint-{self._trainer.state.global_step}"
@@ -311,6 +330,27 @@ def _state_class() -> type:
             state.stateful_callbacks.setdefault(type(self).__name__, self.state())
 
     return AdaptiveState
+
+
+def _learned(states: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What was learned, among the states of callbacks."""
+    saved = states.get(_state_class().__name__) or {}
+    learned: dict[str, Any] | None = saved.get("attributes", {}).get("learned")
+    return learned
+
+
+def learned_in(checkpoint: Any, output_dir: str) -> dict[str, Any] | None:
+    """What was learned in a checkpoint, or, if that is True, in the last one in a folder; None where there is
+    none, or it has nothing of ours."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    folder = get_last_checkpoint(output_dir) if checkpoint is True else checkpoint
+    path = Path(folder or "") / "trainer_state.json"
+    return (
+        _learned(json.loads(path.read_text())["stateful_callbacks"])
+        if folder and path.exists()
+        else None
+    )
 
 
 def state_in(trainer: Any) -> Any:

@@ -54,8 +54,6 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
         UsageError: a setting of the trainer cannot be kept.
     """
 
-    args: Any
-    accelerator: Any
     data_collator: Any
     label_names: list[str]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,51 +135,13 @@ def number_of_rows(rows: Any) -> int:
             f"rows: a {type(rows).__name__} is not a list of rows. Pass rows that are not collated yet: "
             "DataLoader(..., collate_fn=list) gives them."
         )
-    if len(rows) == 0:
-        raise UsageError("rows: a step needs at least one on every rank.")
     return len(rows)
 
 
-class StepRequest(NamedTuple):
-    """What a step is asked for, which must be the same on every rank."""
-
-    rows: int = 0
-    size: int = 0
-    by_lengths: bool = False
-    groups: tuple[int, ...] = ()
-
-    def digest(self) -> int:
-        """A number of 56 bits that stands for it."""
-        said = repr(tuple(self)).encode()
-        return int.from_bytes(hashlib.blake2b(said, digest_size=7).digest())
-
-
-def differing(asked: Sequence[StepRequest]) -> UsageError:
-    """The error where ranks have asked for different steps."""
-    rows = {each.rows for each in asked}
-    if len(rows) > 1:
-        return UsageError(
-            f"rows: one rank has {min(rows)} and another {max(rows)}. Give every rank the same number, as "
-            "steps_of does."
-        )
-    sizes = {each.size for each in asked}
-    if len(sizes) > 1:
-        return UsageError(
-            f"size: {min(sizes)} on one rank and {max(sizes)} on another. Pass the same size on every rank, "
-            "as find_batch_size gives it."
-        )
-    if len({each.by_lengths for each in asked}) > 1:
-        return UsageError("lengths: given on one rank and not on another. Pass them on all.")
-    one, other = sorted({each.groups for each in asked})[:2]
-    return UsageError(
-        f"groups: {list(one)} on one rank and {list(other)} on another. Pass the same on every rank."
-    )
-
-
-def row_groups(groups: Any, rows: int, lengths: Any) -> list[int]:
-    """The rows of each group, if they are all rows."""
+def row_groups(groups: Any, rows: int, lengths: Any) -> tuple[int, ...] | None:
+    """The rows of each group, if they are all rows; None where rows are not in groups."""
     if groups is None:
-        return [rows]
+        return None
     if lengths is not None:
         raise UsageError(
             "groups: not with lengths, by which rows are put together. Pass one of them."
@@ -189,7 +150,7 @@ def row_groups(groups: Any, rows: int, lengths: Any) -> list[int]:
         raise UsageError(
             f"groups: {groups!r} is not a list of numbers. Pass the rows in each group."
         )
-    groups = [arguments.whole("groups", each) for each in groups]
+    groups = tuple(arguments.whole("groups", each) for each in groups)
     if sum(groups) != rows:
         raise UsageError(
             f"groups: {sum(groups)} rows of {rows}. Pass the number of rows in each group, in their order."
@@ -208,7 +169,7 @@ def row_lengths(lengths: Any, rows: int, tokens: int) -> list[int]:
             f"lengths: {len(lengths)} for {counted(rows, 'row')}. Pass the tokens in each row."
         )
     numbers = [arguments.whole("lengths", length) for length in lengths]
-    if max(numbers) > tokens:
+    if max(numbers, default=0) > tokens:
         raise UsageError(
             f"lengths: row {numbers.index(max(numbers))} has {max(numbers)} tokens, and a micro-batch may "
             f"have {tokens} (size). Pass a larger size, or cut rows."

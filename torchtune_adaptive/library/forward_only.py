@@ -10,8 +10,8 @@ import torch
 
 from torchtune_adaptive.common import UsageError, announce, counted
 from torchtune_adaptive.core import Phase, TrainStep
-from torchtune_adaptive.library.division import Division
 from torchtune_adaptive.library.private import tree_map_only
+from torchtune_adaptive.library.requests import shared_rows
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +30,11 @@ class ForwardOnly:
         name: str,
         worst_case: Callable[[int], Any] | None,
         gathers: bool,
-        agreed: Callable[..., tuple[int, Division]],
         grow_back_after: int | None,
     ) -> None:
         self.step = step
         self.worst_case = worst_case
         self._work = work
-        self._agreed = agreed
         self._grow_back_after = grow_back_after
         self._size = (0, "row")
         self.phase: Phase[tuple[Any, int], Sequence[Any]] = Phase(
@@ -59,7 +57,7 @@ class ForwardOnly:
         """Do the work.
 
         Args:
-            rows: this rank's rows, the same number on every rank.
+            rows: this rank's rows, at least one. Where others have more, it takes its first one again.
             collate_fn: function that makes a micro-batch of some of them.
             size: rows in a micro-batch, the same on every rank, as long as memory suffices. With ``lengths``:
                 tokens in a micro-batch, padding included.
@@ -71,15 +69,21 @@ class ForwardOnly:
 
         Raises:
             TrainingOutOfMemory: not even one row fits.
-            UsageError: the ranks have different numbers of rows or sizes, a row is longer than ``size``
-                allows, or the work does not give one result for each row.
+            UsageError: the ranks have different sizes, one has no rows, a row is longer than ``size`` allows,
+                or the work does not give one result for each row.
         """
-        size, divide = self._agreed(rows, collate_fn, size, lengths, groups)
+        shared = shared_rows(self.step, rows, collate_fn, size, lengths, groups, at_once=True)
+        size = shared.size
         now = (size, "row" if lengths is None else "token")
         if now != self._size:
             self._size = now
             self.phase.begin(size, self._grow_back_after)
-        return self.phase.of_rows(rows, divide, lambda some: (collate_fn(some), len(some)))
+        if shared.own < shared.most:
+            rows = [*rows, *[rows[0]] * (shared.most - shared.own)]
+        results = self.phase.of_rows(
+            rows, shared.divide, lambda some: (collate_fn(some), len(some))
+        )
+        return results[: shared.own]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of recovery, for a checkpoint."""

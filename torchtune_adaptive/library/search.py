@@ -98,7 +98,7 @@ def find_batch_size(
     worst = CheckedBatch(worst_case)
     of_phase = CheckedBatch(phase.worst_case) if phase is not None and phase.worst_case else worst
     objective = step.objective
-    objective.begins = True
+    objective.begins = objective.equal_rows = True
     probe = Probe(
         step=train_step,
         accumulation=lambda size: accumulation,

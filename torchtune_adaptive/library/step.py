@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,15 +23,16 @@ from torchtune_adaptive.core import (
     StepOptions,
     StepRunner,
     TrainStep,
+    Weightless,
     candidates,
     device_memory,
     knobs,
 )
 from torchtune_adaptive.library import checks
-from torchtune_adaptive.library.division import Division, by_rows, by_tokens
 from torchtune_adaptive.library.forward_only import ForwardOnly
 from torchtune_adaptive.library.layers import LayerCheckpointing, switches_of
 from torchtune_adaptive.library.private import is_compiled
+from torchtune_adaptive.library.requests import shared_rows
 from torchtune_adaptive.library.summed_loss import SummedLoss
 
 log = logging.getLogger(__name__)
@@ -195,6 +195,7 @@ class AdaptiveStep:
         )
         self._grow_back_after = calm_steps
         self._size = 0
+        self._spare: list[Any] = []  # a row of this rank's last step that had any
         self.steps = 0
         """Steps taken."""
 
@@ -209,8 +210,10 @@ class AdaptiveStep:
         """Take a step.
 
         Args:
-            rows: this rank's rows of the step, the same number on every rank. Those of a ``DataLoader`` with
-                ``collate_fn=list`` are a list of rows; a batch that has been collated is none.
+            rows: this rank's rows of the step. Those of a ``DataLoader`` with ``collate_fn=list`` are a list
+                of rows; a batch that has been collated is none. Ranks may have different numbers of them: one
+                whose rows are used up runs one of them again beside the others, without weight. A rank that
+                has none runs one of its last step.
             collate_fn: function that makes a micro-batch of some of them.
             size: rows in a micro-batch, the same on every rank, as long as memory suffices; the last may have
                 fewer. With ``lengths``: tokens in a micro-batch, padding included.
@@ -222,15 +225,17 @@ class AdaptiveStep:
         Raises:
             TrainingOutOfMemory: not even one row fits, on every rank; or memory ran out in the optimizer,
                 on the rank where it did.
-            UsageError: the ranks have different numbers of rows or sizes, a row is longer than ``size``
-                allows, or ``forward`` returns neither a sum and its weight nor a share.
+            UsageError: the ranks have different sizes, a row is longer than ``size`` allows, a rank has no
+                rows and had none before, or ``forward`` returns neither a sum and its weight nor a share, or
+                a share where ranks have different numbers of rows.
             RankLost: another rank has not answered in time, or has ended; the ranks cannot go on.
 
         After any other exception nothing is left of the step, so another can be taken, on all ranks.
         """
-        # What others were called with is waited for only before the first collective.
-        size, divide = self._agreed(rows, collate_fn, size, lengths, groups, at_once=False)
-        unit = "row" if lengths is None else "token"
+        shared = shared_rows(
+            self.train_step, rows, collate_fn, size, lengths, groups, may_be_none=bool(self._spare)
+        )
+        size, unit = shared.size, "row" if lengths is None else "token"
         if (size, unit) != (self._size, self._runner.unit):
             self.train_step.collectives.wait_for_pending()  # a size that is refused leaves recovery as it is
             self._begin(size, unit)
@@ -240,13 +245,21 @@ class AdaptiveStep:
 
         def collated(number: int, part: Sequence[int]) -> Any:
             self.objective.begins = number == 0
-            return collate_fn([rows[position] for position in part])
+            if not part:  # others have more rows
+                return Weightless(collate_fn([*self._spare]))
+            some = [rows[position] for position in part]
+            if number == 0:
+                self._spare = some[:1]
+            return collate_fn(some)
 
         def micro_batches(size: int) -> _MicroBatches:
             if sizes:
                 self.restore()
             sizes.append(size)
-            return _MicroBatches(divide(0, size), collated)
+            first = collated(0, shared.first(size))  # while the ranks hear of each other
+            parts = shared.parts(size)
+            self.objective.equal_rows = not shared.unequal
+            return _MicroBatches([first], parts, collated)
 
         outcome = self._runner.run(micro_batches, self.steps + 1, self._adjusted)
         self.steps += 1
@@ -254,7 +267,7 @@ class AdaptiveStep:
             loss=outcome.loss,
             weight=outcome.weight,
             gradient_norm=outcome.gradient_norm,
-            micro_batch=min(sizes[-1], len(rows)) if lengths is None else sizes[-1],
+            micro_batch=min(sizes[-1], shared.most) if lengths is None else sizes[-1],
             retried=len(sizes) - 1,
             allocation_retries=outcome.retries,
             overflow=outcome.overflow,
@@ -322,53 +335,7 @@ class AdaptiveStep:
             arguments.function("worst_case", worst_case)
         name = name or getattr(work, "__name__", "forward_only").strip("<>_")
         step, grow_back_after = self.train_step, self._grow_back_after
-        return ForwardOnly(step, work, name, worst_case, gathers, self._agreed, grow_back_after)
-
-    def _agreed(
-        self,
-        rows: Sequence[Any],
-        collate_fn: Callable[..., Any],
-        size: int,
-        lengths: Sequence[int] | None,
-        groups: Sequence[int] | None,
-        at_once: bool = True,
-    ) -> tuple[int, Division]:
-        """The size, and how rows are divided.
-
-        The ranks tell each other what they have. They wait for it before the first collective, or here with
-        ``at_once``.
-        """
-        wrong, asked = None, checks.StepRequest()
-        try:
-            arguments.function("collate_fn", collate_fn)
-            size = arguments.whole("size", size)
-            count = checks.number_of_rows(rows)
-            if lengths is not None:
-                lengths = checks.row_lengths(lengths, count, size)
-            groups = checks.row_groups(groups, count, lengths)
-            asked = checks.StepRequest(count, size, lengths is not None, tuple(groups))
-        except UsageError as error:
-            wrong = error
-        if self.ranks.size > 1:
-            # One number in one exchange. What differs is asked for where something does.
-            heard = self.ranks.begin_spread(-1 if wrong else asked.digest())
-            collectives = self.train_step.collectives
-            collectives.pending = heard if wrong else partial(self._require_same, asked, heard)
-            if at_once or wrong is not None or lengths is not None:
-                collectives.wait_for_pending()
-        if wrong is not None:
-            raise wrong
-        return size, by_rows(asked.groups) if lengths is None else by_tokens(lengths, self.ranks)
-
-    def _require_same(
-        self, asked: checks.StepRequest, heard: Callable[[], tuple[int, int]]
-    ) -> None:
-        """Wait for what the ranks were asked for, and check that it is the same."""
-        least, most = heard()
-        if least < 0:
-            raise UsageError("step: another rank was called with arguments that are refused there.")
-        if least != most:
-            raise checks.differing(self.ranks.gather(asked))
+        return ForwardOnly(step, work, name, worst_case, gathers, grow_back_after)
 
     def _begin(self, size: int, unit: str = "row") -> None:
         """Use micro-batches of this size from the next step on."""
@@ -419,6 +386,8 @@ class AdaptiveStep:
 class _MicroBatches:
     """The micro-batches of a step, each collated when its turn comes; so it is known which is the last."""
 
+    first: list[Any]
+    """The first one, until it is taken."""
     parts: Sequence[Sequence[int]]
     """The positions of the rows in each."""
     collated: Callable[[int, Sequence[int]], Any]
@@ -427,4 +396,6 @@ class _MicroBatches:
         return len(self.parts)
 
     def __iter__(self) -> Iterator[Any]:
-        return (self.collated(number, part) for number, part in enumerate(self.parts))
+        yield self.first.pop()
+        for number, part in enumerate(self.parts[1:], 1):
+            yield self.collated(number, part)

@@ -15,7 +15,8 @@ from torchtune_adaptive.library import checks
 
 class SummedLoss:
     """The objective of a step: the loss that the user's function returns; ``frozen`` are models that it runs
-    besides the trained one. A share of the loss is refused where gradient noise is measured."""
+    besides the trained one. A share of the loss is refused where gradient noise is measured, and where ranks
+    have different numbers of rows."""
 
     ignored = -100
     unit = "terms"
@@ -34,6 +35,8 @@ class SummedLoss:
         """Whether the function returns shares, which have no number of terms; None before the first."""
         self.begins = True
         """Whether the next micro-batch is the first of an attempt."""
+        self.equal_rows = True
+        """Whether all ranks have as many rows."""
         self.frozen: Sequence[nn.Module] = tuple(frozen)
 
     def rows(self, batch: Batch) -> int:
@@ -65,6 +68,12 @@ class SummedLoss:
             raise UsageError(
                 "measure_noise: not where forward returns a share of the loss, whose number of terms is not "
                 "known. Return the sum over all terms, and their number."
+            )
+        if not self.equal_rows:
+            raise UsageError(
+                "rows: some ranks have more than others, and forward returns a share of the loss, which is "
+                "averaged over ranks. Return the sum over all terms, and their number; or give each rank as "
+                "many rows."
             )
         # One for each rank: a step divides by the sum of the weights, so this makes the mean over ranks.
         return Summed(checks.differentiable(result), int(self.begins))

@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,9 +65,10 @@ class Sharded(Module):
 
 
 class Seeing(pl.Callback):  # type: ignore[misc, name-defined]
-    """What a callback sees of each step."""
+    """What a callback sees of each step after those that were taken before."""
 
-    def __init__(self) -> None:
+    def __init__(self, begun: int) -> None:
+        self.begun = begun
         self.steps: list[dict[str, float]] = []
         self.norm = 0.0
         self.outputs = 0.0
@@ -81,7 +83,7 @@ class Seeing(pl.Callback):  # type: ignore[misc, name-defined]
         self, trainer: Any, module: Any, outputs: Any, batch: Any, _: int
     ) -> None:
         self.outputs += float(outputs["loss"])
-        if trainer.global_step > len(self.steps):
+        if trainer.global_step > self.begun + len(self.steps):
             [group] = trainer.optimizers[0].param_groups
             logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
             rows = {"rows": len(batch["input_ids"]), "outputs": self.outputs}
@@ -105,7 +107,8 @@ def fit(
 ) -> Result:
     """The result of a training; plain without options."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    seeing = Seeing()
+    begun = int(Path(resume).stem.partition("=")[2]) if resume else 0
+    seeing = Seeing(begun)
     module = kind() if options is None else adaptive(kind, options)()
     callbacks: list[Any] = [seeing]
     if folder:
@@ -135,7 +138,7 @@ def fit(
     loader = torch.utils.data.DataLoader(data, batch_size=rows, **loading)
     validating = torch.utils.data.DataLoader(tokens(8), batch_size=4, collate_fn=Padding())
     trainer.fit(module, loader, validating, ckpt_path=resume)
-    assert not left and trainer.global_step == len(seeing.steps) + (6 if resume else 0)
+    assert not left and trainer.global_step == len(seeing.steps) + begun
     whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
     step = getattr(module, "_step", None)
     sizes = (step._size, step._step._runner.size) if step else None
@@ -249,6 +252,53 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     [seen] = on_ranks(resumed, 1)
     assert seen["sizes"] == ((4, 1), (4, 1)) and seen["same weights"], seen
     assert max(seen["far"]) <= CLOSE, seen
+
+
+def part(
+    folder: str, resume: str | None, rows: int, **settings: Any
+) -> tuple[list[list[float]], list[float]]:
+    """What each step of a part of a run has logged, and the weights at its end."""
+    os.environ["NODE_RANK"] = "0"
+    if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        settings |= {"devices": processes, "strategy": "ddp"}
+    made = fit(AS_CONFIGURED, folder=folder, resume=resume, data=tokens(rows), **settings)
+    return made.column("grad_norm", "learning_rate"), made.weights.tolist()
+
+
+def part_in_batches(
+    folder: str, resume: str | None, batches: int
+) -> tuple[list[list[float]], list[float]]:
+    return part(folder, resume, 24, accumulate_grad_batches=batches)
+
+
+def refused_part(folder: str, resume: str, rows: int) -> str:
+    with pytest.raises(UsageError) as refused:
+        part(folder, resume, rows)
+    return str(refused.value)
+
+
+def test_a_run_goes_on_on_other_processes_from_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """On two processes and then on one, and the other way around."""
+    for number, (first, then, batches) in enumerate(((2, 1, 1), (1, 2, 2))):
+        folder = str(tmp_path / str(number))
+        [(logs, weights), *_] = on_ranks(part_in_batches, first, folder, None, batches)
+        resume = f"{folder}/step=3.ckpt"
+        [(rest, again), *_] = on_ranks(part_in_batches, then, folder, resume, batches)
+        assert len(rest) == 3
+        seen = [torch.tensor(each) for each in (rest, logs[3:], again, weights)]
+        torch.testing.assert_close(*seen[:2], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(*seen[2:], rtol=0, atol=1e-4)
+
+
+def test_other_processes_that_cannot_have_the_rows_of_a_step(tmp_path: Path) -> None:
+    on_ranks(part, 2, str(tmp_path), None, 48)
+    [said] = on_ranks(refused_part, 1, str(tmp_path), f"{tmp_path}/step=3.ckpt", 48)
+    assert said.startswith("ckpt_path: it is from the middle of an epoch on 2 processes."), said
+    for said in on_ranks(refused_part, 3, str(tmp_path), f"{tmp_path}/step=6.ckpt", 48):
+        assert said.startswith("ckpt_path: its steps have 2 batches, which 3 processes cannot"), (
+            said
+        )
+        assert "Processes that can: 1, 2." in said
 
 
 class Counting(Module):
