@@ -285,6 +285,24 @@ def test_a_place_whose_rank_cannot_start_is_left_out(start_method: str, tmp_path
 
 
 @pytest.mark.runs
+def test_an_elastic_run_with_a_mistake_makes_one_attempt(tmp_path: Path) -> None:
+    options = ("--elastic", "--max-restarts", "5")
+    with launched(tmp_path, [], *options, **CHANGES, **{"adaptive_batching.headroom": 2}) as run:
+        assert run.wait(timeout=300) == 1
+    assert "Restart" not in said(tmp_path) and "adaptive_batching.headroom: 2" in said(tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.runs
+def test_an_elastic_run_that_comes_no_further_ends(tmp_path: Path) -> None:
+    dies: Fatal = (0, "step 2", signal.SIGKILL)  # before the first checkpoint
+    options = ("--elastic", "--max-restarts", "9")
+    with launched(tmp_path, [dies] * 9, *options, **CHANGES) as run:
+        assert run.wait(timeout=300) == 1
+    assert "NoProgress: 3 attempts in a row have begun from the beginning" in said(tmp_path)
+
+
+@pytest.mark.runs
 def test_an_elastic_run_keeps_its_batch_when_a_rank_is_gone(tmp_path: Path) -> None:
     killed: list[Fatal] = [(1, "step 4", signal.SIGKILL), (1, "loading the model", signal.SIGKILL)]
     options = ("--elastic", "--max-restarts", "2")

@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import os
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from torch.distributed.run import run as torchrun
 from torchtune_adaptive.cli import forked_rank, private
 from torchtune_adaptive.cli.elastic import FAILURES, Devices, bounds
 from torchtune_adaptive.cli.recipe_argument import config_of
-from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.common import ConfigError, ending, launcher
 from torchtune_adaptive.core import before_fork
 from torchtune_adaptive.recipe import file_of_recipe, find_config, runs_on_ranks
 
@@ -208,7 +209,7 @@ def _run_elastic(asked: argparse.Namespace, recipe: str, arguments: list[str]) -
     Each attempt is a launch of its own, as torchrun's attempts all have the same ranks.
 
     Raises:
-        ChildFailedError: a rank has failed in the last attempt.
+        ChildFailedError: a rank has failed in the last attempt, or would fail in the same way again.
         ConfigError: too few GPUs work, or the options do not fit together.
     """
     if asked.nnodes not in ("1", "1:1"):
@@ -224,11 +225,13 @@ def _run_elastic(asked: argparse.Namespace, recipe: str, arguments: list[str]) -
             f"--elastic: each attempt trains again what the last one did, without {' '.join(lacking)}"
         )
     _choose_start_method(asked, len(devices.names))
+    launch = secrets.token_hex(8)
     for attempt in range(asked.max_restarts + 1):
         chosen = devices.chosen(_working(devices.names, asked) if on_gpus else devices.names)
         each = copy(asked)
         each.nproc_per_node, each.max_restarts = str(len(chosen)), 0
         environment = {
+            launcher.LAUNCH: launch,
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(asked.max_restarts),
         }
@@ -237,10 +240,10 @@ def _run_elastic(asked: argparse.Namespace, recipe: str, arguments: list[str]) -
         try:
             return _launch(each, recipe, arguments, environment)
         except ChildFailedError as error:
-            if attempt == asked.max_restarts:
+            rank, failure = error.get_first_failure()
+            if attempt == asked.max_restarts or ending.would_repeat(failure.error_file):
                 raise
             # A reason that we give is one of the whole run, or names another rank.
-            rank, _ = error.get_first_failure()
             if given_reason(error) is None and devices.failed(chosen[rank]):
                 why = f"its rank was the first to fail {FAILURES} times in a row"
                 _say(f"GPU {chosen[rank]} is left out, as {why}")

@@ -24,7 +24,7 @@ from torchtune_adaptive.common import launcher
 MOMENT = 30.0
 """Seconds that a rank waits for the launcher to end it, once another one says why. torchrun looks often,
 but that other one writes a report before it ends: on a busy machine, 5 s were not always enough."""
-_CLAIM = "reason"
+_CLAIM, _MISTAKE = "reason", "mistake on "
 _status: int | None = None
 """The status with which this process leaves the other ranks, once it does."""
 
@@ -63,6 +63,13 @@ def end_if_in_vain() -> None:
     with suppress(OSError):
         _write(file, _mistake(file).read_text())
         sys.exit(1)
+
+
+def would_repeat(error_file: str) -> bool:
+    """Whether the rank with this error file ended for a reason that would be the same again. torch says
+    ``<N/A>`` for one that was killed."""
+    folders = Path(error_file).parents
+    return len(folders) > 2 and any(folders[2].glob(f"{_MISTAKE}*"))
 
 
 def explain_bug(error: BaseException) -> None:
@@ -152,7 +159,7 @@ def _claim(file: Path) -> Path:
 
 def _mistake(file: Path) -> Path:
     """What all attempts of a launcher on this many ranks would end for; each has a folder beside it."""
-    return file.parents[2] / f"mistake on {launcher.size()} ranks"
+    return file.parents[2] / f"{_MISTAKE}{launcher.size()} ranks"
 
 
 def _print(reason: str) -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 OWN_GROUP = "torchtune-adaptive"
 """The description (``group_desc``) of our own process groups, in which no model launches anything."""
 
+LAUNCH = "TORCHTUNE_ADAPTIVE_LAUNCH"
+"""The variable that tells a launcher from all others which uses torchrun anew for each attempt."""
+
 
 def has_started_this() -> bool:
     return "RANK" in os.environ
@@ -47,7 +50,9 @@ def max_restarts() -> int:
 def launch() -> str | None:
     """What tells the launcher of this rank from all others, if it may start ranks again."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return str(Path(file).parents[2]) if file and max_restarts() else None
+    if not file or not max_restarts():
+        return None
+    return os.environ.get(LAUNCH) or str(Path(file).parents[2])
 
 
 def shares_store() -> bool:
