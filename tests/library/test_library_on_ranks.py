@@ -384,9 +384,6 @@ def refusals() -> dict[str, str]:
     said["point to point"] = str(refused.value)
     run = Trained("fsdp")
     with pytest.raises(UsageError) as refused:
-        run.step(rows_of(2 + dist.get_rank()), collate, 2)
-    said["rows"] = str(refused.value)
-    with pytest.raises(UsageError) as refused:
         run.step(rows_of(4), collate, 2 + dist.get_rank() // 2)
     said["size"] = str(refused.value)
     with pytest.raises(UsageError) as refused:
@@ -648,7 +645,6 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
         "DDP with buffers": "Pass broadcast_buffers=False",
         "groups": "groups: [1, 3] on one rank and [4] on another",
         "DDP with a hook": "a communication hook would be bypassed",
-        "rows": "one rank has 2 and another 5",
         "size": "size: 2 on one rank and 3 on another",
         "gradients": "a gradient on one rank and not on another",
     }

@@ -17,7 +17,6 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import astuple
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +29,6 @@ from torchtune_adaptive.integrations.facts import check_versions
 from torchtune_adaptive.integrations.module_step import ModuleStep
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows
-from torchtune_adaptive.integrations.step_rows import StepRows
 
 Kind = TypeVar("Kind", bound=type)
 _Module: Any = object
@@ -63,7 +61,6 @@ class AdaptiveModuleMixin(_Module):
 
     _step: ModuleStep | None = None
     _resumed: dict[str, Any] | None = None
-    _began_with: StepRows
     _taken: ExitStack | None = None
     _rows: list[KeptRows]
     trainer: Any
@@ -82,8 +79,8 @@ class AdaptiveModuleMixin(_Module):
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._require_same_processes()
         self._taken = ExitStack()
-        self._keep_rows_of_steps(self._taken)
         wrapped = self.trainer.strategy.model
         if isinstance(wrapped, DistributedDataParallel):
             # Nothing is reduced but by the step; and a rank without memory would miss a broadcast.
@@ -136,33 +133,23 @@ class AdaptiveModuleMixin(_Module):
         if self._step is not None:
             checkpoint[_KEY] = {
                 **(self._step.learned or {}),
-                "began with": astuple(self._began_with),
                 "processes": self.trainer.world_size,
-                "epoch ended": bool(self.trainer.is_last_batch),
             }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self._resumed = checkpoint.get(_KEY)
 
-    def _keep_rows_of_steps(self, until: ExitStack) -> None:
-        """Accumulate as many batches over all processes as when the run began, until training ends."""
-        trainer, saved = self.trainer, self._resumed or {}
-        # Of rows, a batch: how many it has, the loader says.
-        given = StepRows(1, trainer.accumulate_grad_batches, trainer.world_size)
-        self._began_with, now = given.resumed(
-            saved.get("began with"), "ckpt_path", ("batch", "batches")
-        )
-        before = saved.get("processes", trainer.world_size)
-        if before != trainer.world_size and not saved["epoch ended"]:
+    def _require_same_processes(self) -> None:
+        """Check that there are as many processes as in the run that is resumed."""
+        now = self.trainer.world_size
+        before = (self._resumed or {}).get("processes", now)
+        if before != now:
             raise UsageError(
-                f"ckpt_path: it is from the middle of an epoch on {counted(before, 'process', 'processes')}. "
-                "Lightning counts the batches of each, so on another number the rest of the epoch would have "
-                "other rows. Resume on as many, or from the end of an epoch."
+                f"ckpt_path: of a run on {counted(before, 'process', 'processes')}, and there "
+                f"{'is' if now == 1 else 'are'} {now}. Lightning counts the batches of each, so epochs would "
+                f"have other steps. Resume on {before}, or load the weights alone (load_from_checkpoint)."
             )
-        if now != given:
-            trainer.accumulate_grad_batches = now.batch * now.accumulation
-            until.callback(setattr, trainer, "accumulate_grad_batches", given.accumulation)
 
 
 _KEY = "torchtune_adaptive"

@@ -69,9 +69,7 @@ class AdaptiveMixin(_Trainer):
             self.accelerator.num_processes,
         )
         learned = learned_in(checkpoint, args.output_dir) or {}
-        self.rows_begun_with, rows = given.resumed(
-            learned.get("began with"), "resume_from_checkpoint"
-        )
+        self.rows_begun_with, rows = given.resumed(learned.get("began with"))
         if rows == given:
             yield
             return

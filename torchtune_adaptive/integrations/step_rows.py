@@ -26,7 +26,7 @@ class StepRows:
     def number(self) -> int:
         return prod(astuple(self))
 
-    def on(self, processes: int, argument: str, unit: tuple[str, str]) -> StepRows:
+    def on(self, processes: int) -> StepRows:
         """As many rows on another number of processes.
 
         In as many batches, if possible: where the trainer adds up the means of its batches, their number is a
@@ -40,7 +40,7 @@ class StepRows:
             work = [n for n in range(1, self.number + 1) if self.number % n == 0]
             nearest = sorted(sorted(work, key=lambda n: abs(n - processes))[:_NAMED])
             raise UsageError(
-                f"{argument}: its steps have {counted(self.number, *unit)}, which "
+                f"resume_from_checkpoint: its steps have {counted(self.number, 'row')}, which "
                 f"{counted(processes, 'process', 'processes')} cannot share equally. Processes that can: "
                 f"{', '.join(map(str, nearest))}. For steps of another size, change the batch size or the "
                 "accumulation."
@@ -48,17 +48,13 @@ class StepRows:
         batches = max(n for n in range(1, self.accumulation + 1) if share % n == 0)
         return StepRows(share // batches, batches, processes)
 
-    def resumed(
-        self, saved: Any, argument: str, unit: tuple[str, str] = ("row", "rows")
-    ) -> tuple[StepRows, StepRows]:
+    def resumed(self, saved: Any) -> tuple[StepRows, StepRows]:
         """The rows that a run began with and those that it goes on with, where these are configured.
 
         Args:
             saved: what ``astuple`` gave of those that the checkpoint's run began with; None, if it has none.
-            argument: the argument by which the checkpoint is given, for an error.
-            unit: what rows are called there.
         """
         began = self if saved is None else StepRows(*saved)
         if (began.batch, began.accumulation) != (self.batch, self.accumulation):
             return self, self  # somebody has changed them, so that is what is wanted
-        return began, began.on(self.processes, argument, unit)
+        return began, began.on(self.processes)

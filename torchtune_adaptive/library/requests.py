@@ -42,24 +42,15 @@ class SharedRows:
     def __init__(self, step: TrainStep, asked: StepRequest, lengths: Sequence[int] | None) -> None:
         self.size, self.own = asked.size, asked.rows
         """The size of micro-batches, and the rows of this rank."""
+        self.least = self.most = asked.rows
+        """The fewest and the most rows of a rank; known once micro-batches are."""
         self._step, self._asked, self._lengths = step, asked, lengths
-        self._least = self._most = asked.rows
         self._divide: Division | None = None
-
-    @property
-    def most(self) -> int:
-        """The rows of the rank that has the most."""
-        self._wait()
-        return self._most
-
-    @property
-    def unequal(self) -> bool:
-        """Whether some ranks have more rows than others."""
-        return self._least < self.most
 
     def divide(self, done: int, size: int) -> list[Sequence[int]]:
         """The places in each micro-batch, but for those in the first ones, which have so many."""
         if self._divide is None:
+            self._step.collectives.wait_for_pending()
             if self._lengths is None:
                 self._divide = by_rows(self._asked.groups or (self.most,))
             else:
@@ -82,20 +73,17 @@ class SharedRows:
             return self.parts(size)[0]
         return range(min(size, *(self._asked.groups or (self.own,))[:1]))
 
-    def _wait(self) -> None:
-        self._step.collectives.wait_for_pending()
-
     def compare(self, heard: Callable[[], tuple[int, int]]) -> None:
         """Wait for what the ranks were asked for, and check that it goes together."""
         least, most = heard()
         if least < 0:
             raise UsageError("step: another rank was called with arguments that are refused there.")
-        (same, self._least), (other, self._most) = (
+        (same, self.least), (other, self.most) = (
             divmod(told, _MORE_THAN_ROWS) for told in (least, most)
         )
         if same != other:
             raise _differing(self._step.ranks.gather(self._asked))
-        if not self._most:
+        if not self.most:
             raise UsageError("rows: no rank has any. A step needs at least one.")
 
 

@@ -258,7 +258,7 @@ class AdaptiveStep:
             sizes.append(size)
             first = collated(0, shared.first(size))  # while the ranks hear of each other
             parts = shared.parts(size)
-            self.objective.equal_rows = not shared.unequal
+            self.objective.equal_rows = shared.least == shared.most
             return _MicroBatches([first], parts, collated)
 
         outcome = self._runner.run(micro_batches, self.steps + 1, self._adjusted)
