@@ -153,7 +153,7 @@ def test_a_machine_that_is_gone_and_comes_back(lost: int, tmp_path: Path) -> Non
     with two_machines(
         tmp_path, *long, options=options, store_at=elsewhere.port, **store
     ) as machines:
-        wait_until(lambda text: "epoch_0_step_5 in" in text, tmp_path)
+        wait_until(partial(re.search, r"Saved the checkpoint out/epoch_0_step_5\b"), tmp_path)
         stop_machine(machines[lost])
         wait_until(partial(re.search, r"Attempt 2 on 1 rank \(2 before\), from step "), tmp_path)
         saved = said(tmp_path).count("Saved the checkpoint")
