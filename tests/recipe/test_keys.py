@@ -25,6 +25,7 @@ RAW = {
     "recipe/record.py": {"batch_size", "gradient_accumulation_steps", "output_dir"},
     "recipe/train/growth.py": {"batch_increase_function"},  # a component of ours
     "cli/command_line.py": {"output_dir"},  # before it is known whether there is a run to ask for
+    "cli/run_command.py": {"device"},  # of any recipe, of which torchtune's own are no kind of ours
 }
 """The other keys that are read from a config outside of ``settings``, by module. Use ``Asked`` instead."""
 
