@@ -69,11 +69,10 @@ class Snapshots:
             each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in trained
         )
         self._size = (1 + MOMENTS) * sum(self._all.gather(own))
-        if launcher.size() > launcher.local_size():
-            self._all.decide(lambda: self.folder.path.mkdir(parents=True, exist_ok=True))
-            if not is_shared(self.folder.path, self._all):
-                self._impossible = "each machine has one of its own, and would have a part only"
-        self._is_possible()
+        several = launcher.size() > launcher.local_size()
+        if self._is_possible() and several and not is_shared(self.folder.path, self._all):
+            self._impossible = "each machine has one of its own, and would have a part only"
+            self._is_possible()
 
     def take(
         self, save: Callable[[ShardedCheckpoints, Callable[[BaseException], str]], None]
