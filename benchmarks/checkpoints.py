@@ -1,4 +1,4 @@
-"""What saving a checkpoint costs: gathered on rank 0, sharded, and sharded in the background.
+"""What saving a checkpoint costs: gathered on rank 0, sharded, in the background, and as a snapshot.
 
     python benchmarks/checkpoints.py [--ranks 4] [--layers 14] [--rounds 2]
 
@@ -21,10 +21,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from omegaconf import DictConfig
@@ -37,14 +38,16 @@ from torchtune_adaptive.recipe import tiny
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 
 SHARDED = "adaptive_batching.sharded_checkpoints"
+EVERY = 1  # steps
+SAVE = {"save_every_n_steps": EVERY}
 WAYS: dict[str, dict[str, Any]] = {
-    "gathered": {SHARDED: False},
-    "sharded": {SHARDED: True},
-    "in the background": {SHARDED: "background"},
+    "gathered": {SHARDED: False, **SAVE},
+    "sharded": {SHARDED: True, **SAVE},
+    "in the background": {SHARDED: "background", **SAVE},
+    "a snapshot": {SHARDED: False, "adaptive_batching.snapshot_every_n_steps": EVERY},
 }
 SIZE = {"num_heads": 16, "num_kv_heads": 16, "embed_dim": 1024, "intermediate_dim": 4096}
 SAVES = 3
-EVERY = 1  # steps
 
 
 def anonymous_bytes() -> int:
@@ -76,21 +79,24 @@ def peak_of_memory(peaks: list[int]) -> Iterator[None]:
 
 def train(cfg: DictConfig) -> tuple[list[float], int]:
     """Seconds that training stood still for each save, and bytes of this rank in one."""
-    save, seconds, peaks = Checkpoints.save, list[float](), list[int]()
+    seconds, peaks = list[float](), list[int]()
 
-    def timed(self: Checkpoints, *arguments: Any) -> None:
-        *_, last = arguments
-        with peak_of_memory(peaks):
-            started = time.perf_counter()
-            save(self, *arguments)
-        if not last:  # a run's end has its weights gathered as well
-            seconds.append(time.perf_counter() - started)
+    def timed(save: Callable[..., None]) -> Callable[..., None]:
+        def save_timed(*arguments: Any) -> None:
+            *_, last = arguments
+            with peak_of_memory(peaks):
+                started = time.perf_counter()
+                save(*arguments)
+            if last is not True:  # a run's end has its weights gathered as well
+                seconds.append(time.perf_counter() - started)
 
-    Checkpoints.save = timed  # type: ignore[method-assign]
-    try:
+        return save_timed
+
+    with (
+        mock.patch.object(Checkpoints, "save", timed(Checkpoints.save)),
+        mock.patch.object(Checkpoints, "snapshot", timed(Checkpoints.snapshot)),
+    ):
         run_ours("full", cfg)
-    finally:
-        Checkpoints.save = save  # type: ignore[method-assign]
     return seconds, max(peaks[:-1])
 
 
@@ -117,7 +123,6 @@ def main() -> None:
                         assets=str(assets),
                         batch_size=1,
                         epochs=1,
-                        save_every_n_steps=EVERY,
                         max_steps_per_epoch=SAVES * EVERY + 1,
                         **{"tokenizer.max_seq_len": 32},
                         **{f"model.{key}": value for key, value in size.items()},

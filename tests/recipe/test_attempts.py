@@ -57,6 +57,8 @@ def test_attempts_that_come_to_no_checkpoint_end_the_run(tmp_path: Path) -> None
     assert begun(tmp_path, replace(ON_TWO, launch="by hand", ranks=1), 5).now.in_vain == 2
     saved = replace(ON_TWO, launch="by hand", checkpoint="epoch_0_step_6")
     assert begun(tmp_path, saved, 6).now.in_vain == 1
+    # Snapshots have brought it further since.
+    assert [begun(tmp_path, saved, step).now.in_vain for step in (6, 8, 10, 10)] == [2, 1, 1, 2]
 
 
 def test_attempts_that_never_save_count_as_well(tmp_path: Path) -> None:

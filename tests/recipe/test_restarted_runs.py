@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -126,6 +127,22 @@ def test_it_is_restarted_again_and_again(rendezvous: Sequence[str], tmp_path: Pa
         assert run.wait(timeout=300) == 0, said(tmp_path)
     assert "Restart 4 of 4." in said(tmp_path)
     assert_undisturbed(tmp_path, **CHANGES)
+
+
+def test_a_restart_goes_on_from_a_snapshot(tmp_path: Path) -> None:
+    """Before the first checkpoint, and after one; at most as many steps are trained again as lie between."""
+    every, kills = 2, [(1, "step 5", signal.SIGKILL), (0, "step 8", signal.SIGKILL)]
+    changes = {**CHANGES, "save_every_n_steps": 5}
+    snapshots = {"adaptive_batching.snapshot_every_n_steps": every}
+    with launched(tmp_path, kills, "--max-restarts", "2", **changes, **snapshots) as run:
+        assert run.wait(timeout=300) == 0, said(tmp_path)
+    text = said(tmp_path)
+    resumed = [int(step) for step in re.findall(r"Resuming from \S+ \(step (\d+)\)", text)]
+    assert len(resumed) == 2 and "Resuming from /dev/shm/torchtune_adaptive_" in text, text
+    assert all(done - from_ <= every for done, from_ in zip((4, 7), resumed, strict=True)), resumed
+    for left in re.findall(r"Resuming from (/dev/shm/torchtune_adaptive_\w+)", text):
+        assert not Path(left).exists()
+    assert_undisturbed(tmp_path, **changes)
 
 
 @pytest.mark.exhaustive

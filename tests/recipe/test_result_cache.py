@@ -394,6 +394,10 @@ CANNOT_MATTER = [
     {"adaptive_batching.num_workers": 2, "adaptive_batching.grow_back_after": 9},
     {"adaptive_batching.wait_for_memory": 9, "adaptive_batching.stop_timeout": 9},
     {"keep_last_n_checkpoints": 2, "adaptive_batching.sharded_checkpoints": "background"},
+    {
+        "adaptive_batching.snapshot_every_n_steps": 2,
+        "adaptive_batching.snapshot_folder": "/elsewhere",
+    },
     {"adaptive_batching.sample_order": "streaming"},
     {"adaptive_batching.lr_scaling": "sqrt", "adaptive_batching.beta2": "half_life"},
     {"adaptive_batching.resume_learning_rate": "config"},

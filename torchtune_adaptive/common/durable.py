@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +46,35 @@ class Manifest:
     files: Files
 
 
-def flushed(folder: Path, paths: Iterable[Path]) -> Files:
-    """Flush files in ``folder`` to disk; what a manifest says of them."""
+def flushed(folder: Path, paths: Iterable[Path], *, flush: bool = True) -> Files:
+    """Flush files in ``folder`` to disk; what a manifest says of them.
+
+    Args:
+        flush: whether they are to outlive the machine, and not only this process.
+    """
     paths = sorted(paths)
     with ThreadPoolExecutor(_READERS) as pool:
-        checksums = list(pool.map(_flush_and_hash, paths))
+        checksums = list(pool.map(partial(_flush_and_hash, flush=flush), paths))
     return {
         path.relative_to(folder).as_posix(): (path.stat().st_size, checksum)
         for path, checksum in zip(paths, checksums, strict=True)
     }
 
 
-def seal(folder: Path, facts: dict[str, Any], known: Files | None = None) -> None:
+def seal(
+    folder: Path, facts: dict[str, Any], known: Files | None = None, *, flush: bool = True
+) -> None:
     """Flush everything in ``folder`` to disk, and write its manifest last.
 
     Args:
         known: the files that are on disk already, as ``flushed`` gives them.
+        flush: as there.
     """
     (folder / MANIFEST).unlink(missing_ok=True)
     known = known or {}
     paths = [path for path in folder.rglob("*") if path.is_file()]
     rest = [path for path in paths if path.relative_to(folder).as_posix() not in known]
-    files = known | flushed(folder, rest)
+    files = known | flushed(folder, rest, flush=flush)
     content = {
         "format": _FORMAT,
         **facts,
@@ -76,28 +84,33 @@ def seal(folder: Path, facts: dict[str, Any], known: Files | None = None) -> Non
         },
     }
     for below in folder.rglob("*"):
-        if below.is_dir():
+        if below.is_dir() and flush:
             _flush_folder(below)
-    write_durably(folder / MANIFEST, json.dumps(content, indent=1).encode())
+    with atomically(folder / MANIFEST, flush=flush) as temporary:
+        temporary.write_bytes(json.dumps(content, indent=1).encode())
 
 
 @contextmanager
-def atomically(path: Path) -> Iterator[Path]:
+def atomically(path: Path, *, flush: bool = True) -> Iterator[Path]:
     """A temporary path on which to write a file, or to make a folder, that then takes the place of ``path``.
 
     It appears whole or not at all, whenever the program is killed and however many write at once. A folder
     cannot replace one that is not empty: that raises ``OSError``.
+
+    Args:
+        flush: whether that holds if the machine stops, too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as private:
         temporary = Path(private) / path.name
         yield temporary
         for written in (temporary, *temporary.rglob("*")):
-            if written.is_file():
+            if written.is_file() and flush:
                 with written.open("rb") as file:
                     os.fsync(file.fileno())
         temporary.replace(path)
-    _flush_folder(path.parent)
+    if flush:
+        _flush_folder(path.parent)
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -158,17 +171,19 @@ def check_contents(folder: Path, manifest: Manifest, names: list[str]) -> None:
                 raise Damaged(problem)
 
 
-def publish(staged: Path, final: Path, trash: Path) -> None:
+def publish(staged: Path, final: Path, trash: Path, *, flush: bool = True) -> None:
     """Rename a sealed folder to its final name; what has that name already is moved to ``trash`` first.
 
     A process that is killed between the two renames leaves the sealed folder under its staged name, from
     where it can be published later.
     """
-    _flush_folder(staged.parent)
+    if flush:
+        _flush_folder(staged.parent)
     if final.is_dir():
         _move(final, trash)
     staged.rename(final)
-    _flush_folder(final.parent)
+    if flush:
+        _flush_folder(final.parent)
 
 
 def remove(folder: Path, trash: Path) -> None:
@@ -206,10 +221,11 @@ def _move(folder: Path, trash: Path) -> None:
     folder.rename(trash / f"{folder.name}.{uuid.uuid4().hex[:8]}")
 
 
-def _flush_and_hash(path: Path) -> str:
+def _flush_and_hash(path: Path, flush: bool = True) -> str:
     with path.open("rb") as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
+        if flush:
+            os.fsync(file.fileno())
     return checksum
 
 

@@ -51,7 +51,7 @@ class AdaptiveRecipe(FTRecipeInterface):
             log.info(str(Finished(str(cfg.checkpointer.output_dir), run.progress.epochs_run)))
             return
         objective = kind.objective(model.module, frozen)
-        self._loop = run.prepare(model, optimizers, objective, checkpoints.save)
+        self._loop = run.prepare(model, optimizers, objective, checkpoints)
 
     def _load(self, cfg: DictConfig) -> tuple[Model, tuple[nn.Module, ...], Optimizers]:
         """What is trained, the models that are not, and the optimizer, as the checkpoint has them.

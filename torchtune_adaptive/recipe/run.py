@@ -28,6 +28,7 @@ from torchtune_adaptive.core import (
     device_memory,
     sample_dropout,
 )
+from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.config_changes import batch_keys, change, training_config
 from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder, take_output_folders
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
@@ -64,7 +65,7 @@ from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
 from torchtune_adaptive.recipe.train.loop import TrainingLoop
 from torchtune_adaptive.recipe.train.metric_logger import start_metric_logger
 from torchtune_adaptive.recipe.train.stop import StopSignals
-from torchtune_adaptive.recipe.training import RowSource, Save, Training
+from torchtune_adaptive.recipe.training import RowSource, Training
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +235,7 @@ class Run:
         return loaded
 
     def prepare(
-        self, model: Model, optimizers: Optimizers, objective: Objective, save: Save
+        self, model: Model, optimizers: Optimizers, objective: Objective, checkpoints: Checkpoints
     ) -> TrainingLoop | None:
         """Make the training loop of a model and its optimizer, with the sizes found if that is asked for.
 
@@ -267,7 +268,7 @@ class Run:
             grow=self._grow,
             no_retry=self._no_retry,
         )
-        self._loop = loop = training.loop(model, optimizers, step, batch, source, save)
+        self._loop = loop = training.loop(model, optimizers, step, batch, source, checkpoints)
         self._compare_batch(loop.adaptation.split, source.sample)
         self._note_what_is_resumed(source.epochs)
         self._note(batch, loop.adaptation.split)

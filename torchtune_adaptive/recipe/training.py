@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from torchtune_adaptive.core import (
     TrainStep,
     Watchdog,
 )
+from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.folder import last_saved
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
@@ -40,8 +40,6 @@ from torchtune_adaptive.recipe.train.rollouts import Rollouts
 from torchtune_adaptive.recipe.train.stop import StopSignals
 from torchtune_adaptive.recipe.train.validation import Validation
 from torchtune_adaptive.schedule import IncreaseFunction, Schedule
-
-Save = Callable[[Model, Optimizers, Progress, str, bool], None]
 
 
 class RowSource(NamedTuple):
@@ -79,7 +77,7 @@ class Training:
         step: TrainStep,
         batch: DecidedBatch,
         source: RowSource,
-        save: Save,
+        checkpoints: Checkpoints,
     ) -> TrainingLoop:
         """The loop that trains with the batch that was decided on; it validates nothing yet."""
         asked, environment = self.asked, self.kind.environment
@@ -109,9 +107,11 @@ class Training:
             progress=self.progress,
             metrics=metrics,
             profiling=Profiling(asked.cfg, environment, step.memory),
-            save=lambda name, last: save(model, optimizers, self.progress, name, last),
+            save=partial(checkpoints.save, model, optimizers, self.progress),
+            snapshot=partial(checkpoints.snapshot, model, optimizers, self.progress),
             last_checkpoint=last_checkpoint,
             save_every_n_steps=settings.save_every_n_steps,
+            snapshot_every_n_steps=settings.snapshot_every_n_steps,
             stop=self.stop,
             before_step=partial(self.kind.before_step, model.module),
             sample=source.sample,

@@ -54,6 +54,7 @@ from torchtune_adaptive.recipe.checkpoints.sharded import (
     damage_in_share,
     training_state_of,
 )
+from torchtune_adaptive.recipe.checkpoints.snapshots import Snapshots
 from torchtune_adaptive.recipe.checkpoints.weight_files import WeightFiles
 from torchtune_adaptive.recipe.checkpoints.weights import Weights
 from torchtune_adaptive.recipe.settings.asked import Asked
@@ -89,6 +90,8 @@ class Checkpoints:
         self._output_dir = Path(asked.cfg.checkpointer.output_dir)
         self._folder = CheckpointFolder(self._output_dir, asked.settings.keep_last_n_checkpoints)
         self._require_optimizer_that_can_be_saved()
+        self._snapshots = Snapshots(asked, self._all, environment.device)
+        self._begun: list[str] = []  # the id of the last one, which may still be being written
         chosen = self._undamaged_source()
         self.finished = chosen if isinstance(chosen, Finished) else None
         """The end of the run, if there is nothing left to train. Nothing can be loaded or saved then."""
@@ -130,6 +133,7 @@ class Checkpoints:
             self._output_dir,
             self._all,
         )
+        self._snapshots.begin(model.module)
         if self._source is None:
             return
         progress.resume(checkpoint)
@@ -158,13 +162,29 @@ class Checkpoints:
             self._sharded.finish()
         in_background = self._in_background and not last
         if (self._shards or in_background) and not self._state_stays_on_ranks:
-            self._save_sharded(model, optimizers, progress, name, in_background)
+            # torchtune finds those at the end of epochs by their name, and would take others for such.
+            staged = f"dist_epoch_{name}" if name.isdecimal() else f"epoch_{name}"
+            describe, facts = partial(self._unwritable, staged), self._facts(progress)
+            self._begun = [facts["id"]]
+            how = (self._writer(), describe, staged, facts)
+            self._save_sharded(model, optimizers, progress, *how, in_background=in_background)
             if progress.is_unfinished:
                 return
         if self._shards:
             self._save_weights(model, progress, name)
         else:
             self._save_gathered(model, optimizers, progress, name)
+
+    def snapshot(self, model: Model, optimizers: Optimizers, progress: Progress, name: str) -> None:
+        """Take a snapshot ``epoch_<name>`` while training goes on, if there is room for one."""
+        since = [self._all.decide(self._folder.newest_id), *self._begun]
+        facts = {**self._facts(progress), "since": since}
+
+        def save(writer: ShardedCheckpoints, describe: Callable[[BaseException], str]) -> None:
+            how = (writer, describe, f"epoch_{name}", facts)
+            self._save_sharded(model, optimizers, progress, *how, in_background=True)
+
+        self._snapshots.take(save)
 
     def save_weights(self, model: Model, progress: Progress) -> None:
         """Save the weights of a run that ended between its last checkpoint, a sharded one, and them."""
@@ -208,7 +228,8 @@ class Checkpoints:
         self._write(write, f"epoch_{name}")
 
     def close(self) -> None:
-        """Leave what groups it has of its own, at the end of a run."""
+        """Leave what groups it has of its own, at the end of a run, and remove its snapshots."""
+        self._snapshots.close()
         if self._sharded is not None:
             self._sharded.close()
 
@@ -216,24 +237,27 @@ class Checkpoints:
 
     def _undamaged_source(self) -> Source | Finished | None:
         """The files to resume from. Of those that are sharded, each rank reads its share before."""
-        ranks, damaged = self._environment.ranks, dict[str, str]()
+        ranks, damaged = self._environment.ranks, dict[Path, str]()
         while True:
             chosen = self._all.decide(partial(self._choose_source, damaged))
             if not isinstance(chosen, Source) or chosen.sharded is None:
                 return chosen
-            own = damage_in_share(Path(chosen.sharded), ranks.rank, ranks.size)
+            folder = Path(chosen.sharded)
+            own = damage_in_share(folder, chosen.checkpoint, ranks.rank, ranks.size)
             damage = [each for each in self._all.gather(own) if each is not None]
             if not damage:
                 return chosen
-            damaged[chosen.name] = damage[0]
+            damaged[folder] = damage[0]
 
-    def _choose_source(self, damaged: Mapping[str, str]) -> Source | Finished | None:
+    def _choose_source(self, damaged: Mapping[Path, str]) -> Source | Finished | None:
         """The files to resume from, chosen on rank 0; None to start from the beginning."""
         if not self._asked["resume_from_checkpoint"]:
             say_what_is_replaced(self._folder)
             return None
         named = named_source(self._asked.cfg, self._asked.kind)
-        return named or newest_source(self._folder, self._asked.kind, self._epochs, damaged)
+        return named or newest_source(
+            self._folder, self._asked.kind, self._epochs, damaged, self._snapshots.folder
+        )
 
     def build_checkpointer(self) -> Any:
         """torchtune's checkpointer: it reads the weights, and writes into the staging folder.
@@ -317,19 +341,18 @@ class Checkpoints:
         model: Model,
         optimizers: Optimizers,
         progress: Progress,
-        name: str,
+        writer: ShardedCheckpoints,
+        describe: Callable[[BaseException], str],
+        staged: str,
+        facts: dict[str, Any],
+        *,
         in_background: bool,
     ) -> None:
-        # torchtune finds those at the end of epochs by their name, and would take others for such.
-        staged = f"dist_epoch_{name}" if name.isdecimal() else f"epoch_{name}"
-        facts, writer = self._facts(progress), self._writer()
-
         def begin() -> None:
-            torch.save(progress.training_state(), self._folder.begin(staged) / TRAINING_STATE)
+            torch.save(progress.training_state(), writer.folder.begin(staged) / TRAINING_STATE)
 
-        self._write(begin, staged)
+        self._write(begin, staged, writer.folder, describe)
         state = {**progress.of_torchtune(), **self._trained(model, optimizers)}
-        describe = partial(self._unwritable, staged)
         writer.save(staged, state, facts, describe, in_background=in_background)
 
     def _trained(self, model: Model, optimizers: Optimizers) -> dict[str, Any]:
@@ -409,15 +432,22 @@ class Checkpoints:
         shutil.rmtree(beside, ignore_errors=True)
         self._folder.publish(staged.name, facts)
 
-    def _write(self, write: Callable[[], object], name: str) -> None:
+    def _write(
+        self,
+        write: Callable[[], object],
+        name: str,
+        folder: CheckpointFolder | None = None,
+        describe: Callable[[BaseException], str] | None = None,
+    ) -> None:
         """Write on rank 0, while the others wait."""
+        folder, describe = folder or self._folder, describe or partial(self._unwritable, name)
         problem, said = None, ""
         if self._environment.ranks.is_zero:
             try:
                 write()
             except Exception as error:
-                problem, said = error, self._unwritable(name, error)
-                self._folder.abandon(name)
+                problem, said = error, describe(error)
+                folder.abandon(name)
         self._all.raise_if_any(problem, lambda _: said)
 
     def _unwritable(self, name: str, error: BaseException) -> str:
@@ -469,12 +499,15 @@ class Checkpoints:
 
     def _require_optimizer_that_can_be_saved(self) -> None:
         asked = self._asked
-        between_epochs = self._epochs > 1 or asked.settings.save_every_n_steps is not None
+        settings = asked.settings
+        every = settings.save_every_n_steps or settings.snapshot_every_n_steps
+        between_epochs = self._epochs > 1 or every is not None
         if self._state_stays_on_ranks and between_epochs:
             raise ConfigError(  # or the first checkpoint would end the run
                 "optimizer",
                 asked.cfg.optimizer._component_,
                 "has quantized state, which torch cannot gather from several ranks for a checkpoint "
                 "between epochs",
-                "Use another optimizer, one rank, or epochs=1 without save_every_n_steps",
+                "Use another optimizer, one rank, or epochs=1 without save_every_n_steps and "
+                "snapshot_every_n_steps",
             )

@@ -51,7 +51,11 @@ _NEEDED_FACTS: dict[str, tuple[type, ...]] = {
     "resumable": (bool,),
     "epochs_run": (int,),
 }
-_OTHER_FACTS: dict[str, tuple[type, ...]] = {"step": (int, NoneType), "samples": (int, NoneType)}
+_OTHER_FACTS: dict[str, tuple[type, ...]] = {
+    "step": (int, NoneType),
+    "samples": (int, NoneType),
+    "since": (list,),
+}
 
 
 @dataclass(frozen=True)
@@ -127,14 +131,16 @@ class CheckpointFolder:
     Args:
         keep: the number of newest checkpoints to keep. None for torchtune's way: every epoch's weights, the
             recipe state of the newest, and of the mid-epoch ones only the newest.
+        flush: whether they are to outlive the machine, and not only the processes of the run.
     """
 
-    def __init__(self, path: Path, keep: int | None = None) -> None:
+    def __init__(self, path: Path, keep: int | None = None, *, flush: bool = True) -> None:
         self.path = path
         self.staging = path / _STAGING
         self._trash = self.staging / _TRASH
         self._link = path / "recipe_state" / STATE  # where torchtune looks for the newest one
         self._keep = keep
+        self._flush = flush
         self._tidy = False
 
     def require_usable(self) -> None:
@@ -177,7 +183,7 @@ class CheckpointFolder:
             known: the files that are on disk already; see ``durable.seal``.
         """
         numbered = {"number": 1 + max((one.number for one in self._all()), default=0), **facts}
-        durable.seal(self.staging / name, numbered, known)
+        durable.seal(self.staging / name, numbered, known, flush=self._flush)
         self._put_in_place(self.staging / name)
         try:
             self._remove_superseded()
@@ -186,6 +192,11 @@ class CheckpointFolder:
         shutil.rmtree(self._trash, ignore_errors=True)
         with suppress(OSError):  # unless another one is being written there
             self.staging.rmdir()
+
+    def flushed(self, name: str, files: str) -> durable.Files:
+        """The files of a pattern in the staged folder of a checkpoint, for ``publish``; on any rank."""
+        folder = self.staging / name
+        return durable.flushed(folder, folder.glob(files), flush=self._flush)
 
     def abandon(self, name: str) -> None:
         """Give back the disk space of a checkpoint that could not be written.
@@ -200,7 +211,7 @@ class CheckpointFolder:
 
     def _put_in_place(self, staged: Path) -> None:
         final = self.path / staged.name
-        durable.publish(staged, final, self._trash)
+        durable.publish(staged, final, self._trash, flush=self._flush)
         if (final / STATE).exists():
             with not_essential(f"{self._link}, a link for torchtune,"):
                 durable.link(self._link, final / STATE)
@@ -213,6 +224,22 @@ class CheckpointFolder:
             (one.folder / STATE).unlink(missing_ok=True)
         if self._link.is_symlink() and not self._link.exists():
             self._link.unlink()
+
+    def newest_id(self) -> str | None:
+        """The id of the newest checkpoint; None if there is none, or torchtune saved it."""
+        newest = max(self._all(), key=lambda one: one.number, default=None)
+        return newest.facts.get("id") if newest else None
+
+    def since(self, checkpoint: str | None, skipped: list[str]) -> list[Checkpoint]:
+        """The snapshots in this folder that were taken since a checkpoint was saved, newest first.
+
+        Args:
+            checkpoint: its id; None where none was saved before them.
+            skipped: a list that gets the names of those that are not whole, with the reason.
+        """
+        skipped += self._complete_interrupted()
+        found = [each for each in self._all(skipped) if checkpoint in each.facts.get("since", [])]
+        return sorted(found, key=lambda one: -one.number)
 
     def newest_name(self) -> str | None:
         """The newest checkpoint, for messages."""
@@ -230,7 +257,8 @@ class CheckpointFolder:
         recipe: str,
         reads: Collection[str] | None = None,
         epochs: int | None = None,
-        damaged: Mapping[str, str] = MappingProxyType({}),
+        damaged: Mapping[Path, str] = MappingProxyType({}),
+        snapshots: CheckpointFolder | None = None,
     ) -> tuple[Checkpoint | None, list[str]]:
         """The newest complete checkpoint, and those that are newer but not usable, with the reason.
 
@@ -240,6 +268,7 @@ class CheckpointFolder:
             epochs: the epochs that the run wants. A checkpoint that has them all needs no recipe state.
             damaged: the sharded checkpoints that ranks have found to be damaged, with the reason. Those are
                 too large for this rank alone: it looks at the sizes of their files only.
+            snapshots: the folder of snapshots, of which those since the newest checkpoint here count.
 
         Returns:
             No checkpoint if none has ever been saved here.
@@ -249,11 +278,16 @@ class CheckpointFolder:
         """
         skipped = self._complete_interrupted()
         unusable: list[str] = []
-        for checkpoint in sorted(self._all(unusable), key=lambda one: -one.number):
-            reason = damaged.get(checkpoint.name) or _why_not(checkpoint, recipe, reads, epochs)
+        saved = sorted(self._all(unusable), key=lambda one: -one.number)
+        since = snapshots.since(self.newest_id(), skipped) if snapshots is not None else []
+        for checkpoint in since + saved:
+            reason = damaged.get(checkpoint.folder) or _why_not(checkpoint, recipe, reads, epochs)
             if reason is None:
                 return checkpoint, skipped + unusable
-            unusable.append(f"{checkpoint.name} ({reason})")
+            if checkpoint in since:  # without any, training begins anew if nothing else was saved
+                skipped.append(f"the snapshot {checkpoint.name} ({reason})")
+            else:
+                unusable.append(f"{checkpoint.name} ({reason})")
         if unusable:
             raise CheckpointError(
                 f"{self.path}: none of the checkpoints can be resumed from: {'; '.join(unusable)}. Name "
@@ -286,7 +320,7 @@ class CheckpointFolder:
     def _all(self, unusable: list[str] | None = None) -> list[Checkpoint]:
         """All published checkpoints, in no order; what only looks like one is listed with the reason."""
         found = []
-        for folder in self.path.iterdir():
+        for folder in self.path.iterdir() if self.path.exists() else ():
             if not folder.is_dir() or not _NAME.fullmatch(folder.name):
                 continue
             try:

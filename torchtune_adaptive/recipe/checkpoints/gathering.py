@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchtune import training
 
-_MOMENTS = 2
+MOMENTS = 2
 """Tensors that optimizers keep for each trained parameter: Adam's. Few keep more, some keep fewer."""
 
 
@@ -21,7 +21,7 @@ def gathered_bytes(model: nn.Module) -> int:
     parameters = [*model.parameters()]  # of sharded ones, the numbers are of the whole
     weights = sum(each.numel() * each.element_size() for each in parameters)
     trained = sum(each.numel() * each.element_size() for each in parameters if each.requires_grad)
-    return weights + _MOMENTS * trained
+    return weights + MOMENTS * trained
 
 
 def weights_in_files(

@@ -39,7 +39,7 @@ def saves_sharded(
     several = launcher.size() > launcher.local_size()
     too_much = gathered * _SHARE_OF_HOST > free
     shards = several or too_much if asked is None else asked
-    if (shards or in_background) and several and not _is_shared(folder, everyone):
+    if (shards or in_background) and several and not is_shared(folder, everyone):
         if asked or in_background:
             raise CheckpointError(
                 f"{folder}: is not the same folder on all machines, so sharded checkpoints, of which each "
@@ -65,7 +65,7 @@ def saves_sharded(
     return shards
 
 
-def _is_shared(folder: Path, everyone: AllOrNone) -> bool:
+def is_shared(folder: Path, everyone: AllOrNone) -> bool:
     """Whether it is one folder to all ranks."""
     probe = folder / everyone.decide(lambda: f".shared.{uuid.uuid4().hex[:8]}")
     everyone.decide(lambda: durable.write_durably(probe, b"?"))

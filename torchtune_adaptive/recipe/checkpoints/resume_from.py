@@ -78,19 +78,21 @@ def newest_source(
     folder: CheckpointFolder,
     kind: Kind,
     epochs: int,
-    damaged: Mapping[str, str] = MappingProxyType({}),
+    damaged: Mapping[Path, str] = MappingProxyType({}),
+    snapshots: CheckpointFolder | None = None,
 ) -> Source | Finished | None:
     """The newest complete checkpoint in an output folder, or None if none has been saved.
 
     Args:
         damaged: sharded checkpoints that are not, with the reason.
+        snapshots: the folder of snapshots.
 
     Raises:
         CheckpointError: none can be resumed from.
     """
     # Merged weights are large, and not read.
     found, skipped = folder.newest(
-        kind.name, [ADAPTERS] if kind.adapters else None, epochs, damaged
+        kind.name, [ADAPTERS] if kind.adapters else None, epochs, damaged, snapshots
     )
     passed_over = f" Skipped: {'; '.join(skipped)}." if skipped else ""
     if found is None:
@@ -106,7 +108,7 @@ def newest_source(
         f"Resuming from {found.folder}{f' (step {step})' if step is not None else ''}.{passed_over}"
     )
     if found.is_sharded:
-        return Source(sharded=str(found.folder))
+        return Source(sharded=str(found.folder), checkpoint=found.facts.get("id"))
     at = {name: str((found.folder / name).absolute()) for name in found.manifest.files}  # type: ignore[union-attr]
     state, checkpoint = at[STATE], found.facts["id"]
     if kind.adapters:

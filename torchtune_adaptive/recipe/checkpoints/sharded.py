@@ -42,12 +42,18 @@ class ShardedCheckpoints:
 
     Args:
         device: the device of what is saved.
+        failed: function that is told, while training continues, why one could not be written.
     """
 
     def __init__(
-        self, folder: CheckpointFolder, all_or_none: AllOrNone, device: torch.device
+        self,
+        folder: CheckpointFolder,
+        all_or_none: AllOrNone,
+        device: torch.device,
+        failed: Callable[[str], None] = log.error,
     ) -> None:
-        self._folder = folder
+        self.folder = folder
+        self._failed = failed
         self._all = all_or_none
         self._device = device
         # A thread in the background runs collectives, which must not meet those of training.
@@ -92,6 +98,16 @@ class ShardedCheckpoints:
             self._abandon(name)
             raise
         self._running = self._thread.submit(self._write_and_log, name, staged, facts, describe)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether there is something to ``finish``."""
+        return self._running is not None
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether it has the memory for a copy of what is saved."""
+        return self._stager is not None
 
     def finish(self) -> None:
         """Wait for what is being written: before the next save, and before the run ends."""
@@ -154,14 +170,14 @@ class ShardedCheckpoints:
         try:
             self._write(*arguments)
         except BaseException as error:
-            log.error(str(error))
+            self._failed(str(error))
             raise
 
     def _written(
         self, name: str, state: dict[str, Any], describe: Callable[[BaseException], str]
     ) -> durable.Files:
         """The files of all ranks, written and on disk."""
-        folder, mine = self._folder.staging / name, durable.Files()
+        folder, mine = self.folder.staging / name, durable.Files()
         problem: BaseException | None = None
         try:
             writer = FileSystemWriter(folder, thread_count=_WRITERS, sync_files=False)
@@ -177,7 +193,7 @@ class ShardedCheckpoints:
         if problem is None:
             try:
                 # Each rank reads what it has written, which is still in memory.
-                mine = durable.flushed(folder, folder.glob(f"__{self._all.ranks.rank}_*"))
+                mine = self.folder.flushed(name, f"__{self._all.ranks.rank}_*")
             except OSError as error:
                 problem = error
         self._in_thread.raise_if_any(problem, describe)
@@ -194,24 +210,31 @@ class ShardedCheckpoints:
         describe: Callable[[BaseException], str],
     ) -> None:
         try:
-            self._folder.publish(name, facts, written)
+            self.folder.publish(name, facts, written)
         except OSError as error:
             raise CheckpointError(describe(error)) from error
-        log.info(f"Saved the checkpoint {self._folder.path / name}.")
+        log.info(f"Saved the checkpoint {self.folder.path / name}.")
 
     def _abandon(self, name: str) -> None:
         if self._all.ranks.is_zero:
-            self._folder.abandon(name)
+            self.folder.abandon(name)
 
 
-def damage_in_share(folder: Path, rank: int, ranks: int) -> str | None:
-    """What is damaged in a rank's share of a checkpoint's files; None if nothing is, or nobody can tell."""
+def damage_in_share(folder: Path, checkpoint: str | None, rank: int, ranks: int) -> str | None:
+    """What is damaged in a rank's share of a checkpoint's files; None if nothing is, or nobody can tell.
+
+    Args:
+        checkpoint: the id that it has where rank 0 is; None if torchtune saved it.
+    """
     try:
-        manifest = Checkpoint.read(folder).manifest
+        found = Checkpoint.read(folder)
+        if found.facts["id"] != checkpoint:
+            return f"rank {rank} has another one of this name"
+        manifest = found.manifest
         assert manifest is not None
         durable.check_contents(folder, manifest, sorted(manifest.files)[rank::ranks])
     except durable.Damaged as damage:
-        return str(damage) if (folder / durable.MANIFEST).exists() else None
+        return None if checkpoint is None else str(damage)
     return None
 
 

@@ -93,6 +93,15 @@ class AdaptiveSettings:
     training continues. By default, where a gather would take more than a quarter of its host's free memory,
     and with several machines (docs/checkpoints.md)."""
 
+    snapshot_every_n_steps: Annotated[int, at_least(1)] | None = _setting(None, memory=False)
+    """Take a snapshot every N steps while training goes on: a sharded checkpoint in the machine's memory,
+    from which a restart on the same machine goes on. The newest two are kept, until the run ends
+    (docs/checkpoints.md)."""
+
+    snapshot_folder: Annotated[str, FOLDER] | None = _setting(None, memory=False)
+    """The folder for snapshots, on each machine. By default ``/dev/shm``, which is memory; where there is
+    none, the output folder."""
+
     # All ways to search find the same size.
     search: strategies.Strategy | Literal["predict"] = _setting("extrapolate", memory=False)
     """The way to search. ``extrapolate``, ``bisect`` and ``halve`` find the same size in different numbers of

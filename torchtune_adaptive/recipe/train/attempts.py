@@ -42,6 +42,8 @@ class Attempt:
     """The last step that this or an earlier attempt has trained."""
     again: int = 0
     """The steps that attempts have trained again, all together."""
+    began: int | None = None
+    """The step after which the last attempt began that came to train."""
     last_sign: float = field(default_factory=time.time)
     """The time of the last step, or of the beginning."""
     run: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -102,9 +104,12 @@ class Attempts:
     def begin_after(self, step: int) -> None:
         """Training goes on after this step; 0 if it begins."""
         self._began_after = step
+        changes: dict[str, Any] = {"began": step}
         if self.before is not None:
-            again = max(0, self.before.reached - step)
-            self._note(again=self.before.again + again)
+            changes["again"] = self.before.again + max(0, self.before.reached - step)
+            if self.before.began is not None and step > self.before.began:
+                changes["in_vain"] = 1  # there are snapshots between two checkpoints
+        self._note(**changes)
 
     def facts(self) -> dict[str, Any] | None:
         """What an event says of an attempt that is not the first."""

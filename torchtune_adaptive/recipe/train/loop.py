@@ -79,6 +79,9 @@ class TrainingLoop:
     save_every_n_steps: int | None
     stop: StopSignals
     """The signals that ask for an early end; training then saves after the step that is running."""
+    snapshot: Callable[[str], None] = lambda name: None
+    """A function that takes a snapshot of this name, with the progress as it is."""
+    snapshot_every_n_steps: int | None = None
     before_step: Callable[[int], None] = lambda number: None
     """A function called before each step with its number, counted from 1."""
     validation: Validation | None = None
@@ -136,7 +139,7 @@ class TrainingLoop:
             epoch, self.progress.total_epochs, epochs.base_steps, epochs.position(0, used)
         )
         number = 0
-        stop = is_due = False
+        stop = is_due = is_snapshot_due = False
         while self._is_room_for_a_step(epoch):
             if rows.are_over:  # before the epoch is
                 if self.global_step > self._saved:
@@ -150,15 +153,18 @@ class TrainingLoop:
                 self.profiling.after_step(epoch, number)
                 number += 1
                 stop |= outcome.stop or self._validate()
-                every = self.save_every_n_steps
-                is_due |= every is not None and self.global_step % every == 0
+                is_due |= self._is_multiple_of(self.save_every_n_steps)
+                is_snapshot_due |= self._is_multiple_of(self.snapshot_every_n_steps)
             else:
                 stop = True
             if not rows.can_be_left:
                 continue
             if is_due or stop:
                 self._save(f"{epoch}_step_{self.global_step}", rows.used, last=stop)
-                is_due = False
+                is_due = is_snapshot_due = False
+            elif is_snapshot_due:
+                self._take_snapshot(f"{epoch}_step_{self.global_step}", rows.used)
+                is_snapshot_due = False
             if stop:
                 self.stop.saved = self.last_checkpoint()
                 display.close()
@@ -273,6 +279,16 @@ class TrainingLoop:
         self._saved = self.global_step
         runner.step.memory.release()
         self.metrics.start_step()  # saving is no part of the next step
+
+    def _is_multiple_of(self, steps: int | None) -> bool:
+        return steps is not None and self.global_step % steps == 0
+
+    def _take_snapshot(self, name: str, used: int) -> None:
+        self.watchdog.enter(f"taking the snapshot epoch_{name}", patience=None)
+        self.progress.training = self._state(used)
+        self.progress.history = self.metrics.state_dict()
+        self.snapshot(name)
+        self.metrics.start_step()
 
     def _state(self, used: int) -> TrainingState:
         ranks, device = self.runner.step.ranks, self.runner.step.device
