@@ -119,7 +119,8 @@ sys.exit(1)
 """
     report = report_of(program, tmp_path, capfd, restarts=3, says=1)
     assert report.count("ConfigError: it stays") == 1
-    assert (tmp_path / "rank.py.begun").read_text() == "xxx", "three ranks of one attempt"
+    begun = (tmp_path / "rank.py.begun").read_text()
+    assert 1 <= len(begun) <= 3, "only ranks of the first attempt"
 
 
 def test_a_bug_keeps_its_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -368,6 +368,7 @@ CHANGES = [
     {"adaptive_batching.on_out_of_memory": "raise"},
     {"adaptive_batching.activation_checkpointing": "every_2"},
     {"adaptive_batching.recompute_loss": True},
+    {"adaptive_batching.dropout": "sample"},
 ]
 CANNOT_MATTER = [
     {"output_dir": "/elsewhere", "checkpointer.checkpoint_dir": "/elsewhere"},
@@ -490,4 +491,5 @@ def test_every_key_is_above_in_one_of_the_lists() -> None:
 def test_traces_hold_for_any_batch_size_and_any_settings_of_ours() -> None:
     same = {"batch_size": 4, "use_maximum_batch_size": False, "adaptive_batching.headroom": 0.2}
     assert step_facts(changed(same)) == step_facts(changed({}))
-    assert step_facts(changed({"model.embed_dim": 128})) != step_facts(changed({}))
+    for changes in ({"model.embed_dim": 128}, {"adaptive_batching.dropout": "sample"}):
+        assert step_facts(changed(changes)) != step_facts(changed({}))

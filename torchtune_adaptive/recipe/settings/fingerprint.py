@@ -41,7 +41,8 @@ def step_facts(cfg: DictConfig) -> dict[str, Any]:
             if not row.memory:
                 (config.get(block) or {}).pop(key, None)
     facts = {k: config[k] for k in sorted(KEYS.keys() & config.keys()) if config[k] is not None}
-    ours = {key: OmegaConf.select(cfg, key) for key in (knobs.CHECKPOINT, knobs.RECOMPUTE_LOSS)}
+    keys = knobs.CHECKPOINT, knobs.RECOMPUTE_LOSS, f"{BLOCK}.dropout"
+    ours = {key: OmegaConf.select(cfg, key) for key in keys}
     return facts | {key: value for key, value in ours.items() if value is not None}
 
 
