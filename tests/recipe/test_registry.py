@@ -62,6 +62,7 @@ def test_a_function_of_the_working_directory_comes_after_those_installed(
     (tmp_path / "torchtune.py").write_text("raise AssertionError")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # that of another test
     assert component("mine.grow")() == 3
     assert component("torchtune.config.parse") is config.parse
     gone = tmp_path / "gone"
