@@ -450,6 +450,7 @@ class Run:
         if self.metrics is not None:
             self.metrics.close()
         self._leave_ranks()
+        self.environment.tell_idle_ranks()
         self.stop.raise_if_stopped()
 
     def _leave_ranks(self) -> None:

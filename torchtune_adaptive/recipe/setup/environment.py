@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -38,6 +39,8 @@ class Environment:
     """Whether a launcher started this rank; or else it is the only one, as in a single-device recipe."""
     context: Context | None = None
     """The part of its rows that this rank has, where several share them (context parallelism)."""
+    tell_idle_ranks: Callable[[], None] = lambda: None
+    """A function that tells ranks which the run has no use for that it is done."""
 
     @property
     def parts(self) -> int:
@@ -67,8 +70,9 @@ def start_environment(asked: Asked, patience: float, watched: bool = True) -> En
     longest_wait = 1.5 * max(patience, Watchdog.LONGEST_SILENCE)
     timeout = timedelta(seconds=longest_wait) if watched else None
     launched = training.is_distributed()
+    tell_idle_ranks: Callable[[], None] = lambda: None  # noqa: E731
     if launched:
-        leave_out_idle_ranks(asked)
+        tell_idle_ranks = leave_out_idle_ranks(asked)
         join_process_group(backend, timeout)
     else:
         dist.init_process_group(
@@ -78,7 +82,7 @@ def start_environment(asked: Asked, patience: float, watched: bool = True) -> En
         training.set_torch_num_threads()  # the optimizer runs on the CPU
     ranks = Ranks(patience)
     say_what_restarts_do(asked, ranks)
-    return Environment(device, dtype, ranks, launched)
+    return Environment(device, dtype, ranks, launched, tell_idle_ranks=tell_idle_ranks)
 
 
 def _device(name: str) -> torch.device:
@@ -94,12 +98,14 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         found, reason = False, " ".join(str(error).split()).rstrip(".")
     if not found:
-        raise ConfigError(
+        missing = ConfigError(
             "device",
             name,
             f"cannot be used: {reason}",
             "Set device=cpu, or run on a machine that has it, with a torch that is built for it",
         )
+        missing.repeats = False  # a GPU that has failed may be back, or left out
+        raise missing
     return device
 
 

@@ -6,14 +6,15 @@ others wait until it is over: a launcher whose ranks have all ended would end th
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,29 +29,36 @@ from torchtune_adaptive.recipe.settings.keys import CONTEXT, COPIES, TENSORS
 
 log = logging.getLogger(__name__)
 
+_DONE = f"{launcher.OWN_GROUP}: the run is done"
+_MEETING = timedelta(minutes=10)
+"""The time that the ranks may need to start, as torchrun's own rendezvous allows it."""
 _PAUSE = 1.0
 """Seconds after which an idle rank looks again whether the run is over."""
 
 
-def leave_out_idle_ranks(asked: Asked) -> None:
-    """Continue with the ranks that can be used; on the others, wait for the end of the run, and exit."""
+def leave_out_idle_ranks(asked: Asked) -> Callable[[], None]:
+    """Continue with the ranks that can be used; on the others, wait until the run is done, and exit.
+
+    Returns:
+        A function that tells the others so. Not after a failure: then the launcher ends them, too.
+    """
     ranks = launcher.size()
     usable = usable_ranks(asked, ranks) if asked["resume_from_checkpoint"] else ranks
     if usable == ranks:
-        return
-    rank, over = launcher.rank(), f"{launcher.OWN_GROUP}: over, {launcher.restarts()}"
-    store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+        return lambda: None
+    rank = launcher.rank()
+    store, *_ = next(dist.rendezvous("env://", timeout=_MEETING))
     if rank >= usable:
-        _wait_for(over, store)
+        _wait_for(_DONE, store)
         sys.exit(0)
     launcher.use_first(usable)
     if rank == 0:
-        atexit.register(store.set, over, "")
         idle = listed("rank", [str(each) for each in range(usable, ranks)])
         log.warning(
             f"{counted(usable, 'rank')} of {ranks} are used, and {idle} idle: {_divided(asked)} cannot be "
             "divided over more of them."
         )
+    return partial(store.set, _DONE, "") if rank == 0 else lambda: None
 
 
 def usable_ranks(asked: Asked, ranks: int) -> int:
