@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
-from tests.helpers.killing import Fatal, deadly
-from tests.helpers.recipes import tiny_config
+from tests.helpers import restarted
+from tests.helpers.killing import Fatal
+from tests.helpers.restarted import assert_undisturbed, said, wait_until
 from tests.helpers.runs import (
     BIN,
-    RESUME,
-    assert_same_weights,
     logged,
     losses,
     start,
@@ -207,23 +205,11 @@ def test_a_config_is_required() -> None:
 
 @contextmanager
 def launched(
-    folder: Path, fatal: Sequence[Fatal], *options: str, ranks: str = "2", **changes: Any
+    folder: Path, fatal: Sequence[Fatal], *options: str, **how: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """A run whose attempts end as ``fatal`` says, each with the next one. Nothing is left of it."""
-    cfg = tiny_config("full", folder / "out", **changes, **RESUME)
-    cfg.metric_logger._component_ = "torchtune.training.metric_logging.DiskLogger"
-    cfg.dataset.rows = cfg.dataset._component_
-    cfg.dataset._component_ = "tests.helpers.killing.deadly_rows"
-    OmegaConf.save(cfg, folder / "run.yaml")
-    command = [BIN / "tune-adaptive", "run", "--nproc_per_node", ranks, *options]
-    run = start(
-        [*command, RECIPE, "--config", "run.yaml"], folder, folder / "said", **deadly(fatal)
-    )
-    try:
+    """A run of ours, of which nothing is left."""
+    with restarted.launched(folder, fatal, *options, program="tune-adaptive", **how) as run:
         yield run
-    finally:
-        run.terminate()
-        run.wait(timeout=300)
     wait_for_the_end_of(run.pid)
 
 
@@ -246,24 +232,6 @@ def wait_for_the_end_of(session: int) -> None:
     while left := processes_of(session):
         assert time.monotonic() < end, left
         time.sleep(0.05)
-
-
-def said(folder: Path) -> str:
-    return (folder / "said").read_text()
-
-
-def wait_until(text: str, folder: Path) -> None:
-    end = time.monotonic() + 300
-    while text not in said(folder):
-        assert time.monotonic() < end, said(folder)
-        time.sleep(0.05)
-
-
-def assert_undisturbed(folder: Path, **changes: Any) -> None:
-    """All losses and weights are those of a run that nothing disturbs, on two ranks of their own."""
-    whole, records = undisturbed("full", 2, **changes)
-    assert logged(folder) == dict(enumerate(losses(records), 1))
-    assert_same_weights(whole / "epoch_0", folder / "out" / "epoch_0")
 
 
 @pytest.mark.runs

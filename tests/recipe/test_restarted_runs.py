@@ -5,30 +5,18 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
-from tests.helpers.killing import Fatal, deadly
-from tests.helpers.recipes import tiny_config
+from tests.helpers.killing import Fatal
+from tests.helpers.restarted import assert_undisturbed, launched, said, wait_until
 from tests.helpers.runs import (
-    BIN,
-    RESUME,
-    assert_same_weights,
     free_port,
-    logged,
-    losses,
-    start,
-    undisturbed,
 )
 from tests.helpers.validating import VALIDATES
-from torchtune_adaptive.recipe.settings.kind_table import KINDS
 
 pytestmark = pytest.mark.runs
 
@@ -53,53 +41,6 @@ ELSEWHERE: dict[str, tuple[str, dict[str, Any], Fatal]] = {
     "generating": ("grpo", GRPO, (1, "rollout 2, generating", signal.SIGKILL)),
     "rank 0, scoring": ("grpo", GRPO, (0, "rollout 2, scoring", signal.SIGKILL)),
 }
-
-
-@contextmanager
-def launched(
-    folder: Path,
-    fatal: Sequence[Fatal],
-    *options: str,
-    ranks: int = 2,
-    kind: str = "full",
-    **changes: Any,
-) -> Iterator[subprocess.Popen[str]]:
-    """A run under torchrun whose attempts end as ``fatal`` says, each with the next one; the last is left
-    alone. What it prints is in ``said``."""
-    cfg = tiny_config(kind, folder / "out", **changes, **RESUME)
-    cfg.metric_logger._component_ = "torchtune.training.metric_logging.DiskLogger"
-    cfg.dataset.rows = cfg.dataset._component_
-    cfg.dataset._component_ = "tests.helpers.killing.deadly_rows"
-    OmegaConf.save(cfg, folder / "run.yaml")
-    command = [BIN / "tune", "run", "--nproc_per_node", f"{ranks}", *options]
-    command += [KINDS[kind].recipe, "--config", "run.yaml"]
-    run = start(command, folder, folder / "said", **deadly(fatal))
-    try:
-        yield run
-    finally:
-        run.terminate()
-        run.wait(timeout=300)
-
-
-def said(folder: Path) -> str:
-    return (folder / "said").read_text()
-
-
-def wait_until(text: str, folder: Path) -> None:
-    end = time.monotonic() + 300
-    while text not in said(folder):
-        assert time.monotonic() < end, said(folder)
-        time.sleep(0.05)
-
-
-def assert_undisturbed(folder: Path, kind: str = "full", ranks: int = 2, **changes: Any) -> None:
-    """The run has trained what one that nothing disturbs does: all losses and weights are the same."""
-    whole, records = undisturbed(kind, ranks, **changes)
-    assert logged(folder) == dict(enumerate(losses(records), 1))
-    (end,) = {
-        saved.name for saved in whole.glob("epoch_*")
-    }  # rollouts end in the middle of an epoch
-    assert_same_weights(whole / end, folder / "out" / end)
 
 
 @pytest.mark.rotating
@@ -212,7 +153,7 @@ def test_a_run_of_which_a_rank_hangs_is_restarted(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_a_single_process_is_restarted(tmp_path: Path) -> None:
     killed = (0, "step 5", signal.SIGKILL)
-    with launched(tmp_path, [killed], "--max-restarts", "1", ranks=1, **CHANGES) as run:
+    with launched(tmp_path, [killed], "--max-restarts", "1", ranks="1", **CHANGES) as run:
         assert run.wait(timeout=300) == 0, said(tmp_path)
     assert_undisturbed(tmp_path, ranks=1, **CHANGES)
 
