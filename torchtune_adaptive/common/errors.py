@@ -74,7 +74,7 @@ class NothingToLearn(AdaptiveBatchingError):
 
 
 class BatchIncreaseError(AdaptiveBatchingError):
-    """The batch cannot grow as asked, or cannot be shared by the ranks."""
+    """The batch cannot grow as asked."""
 
     repeats = True
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchtune_adaptive.common import UsageError, arguments
-from torchtune_adaptive.core import Switches, knobs, recompute
+from torchtune_adaptive.core import knobs, recompute
 
 
 class LayerCheckpointing:
@@ -82,11 +82,11 @@ class LayerCheckpointing:
         self.set(counts[name])
 
 
-def switches_of(activation_checkpointing: Any) -> Switches:
+def switches_of(activation_checkpointing: Any) -> knobs.Switches:
     """The switch of activation checkpointing that a caller's two functions make, or its layers."""
     given = activation_checkpointing
     if given is None:
-        return Switches()
+        return knobs.Switches()
     if isinstance(given, LayerCheckpointing):
         now = knobs.Choice({knobs.CHECKPOINT: given.name(given.checkpointed)})
         return _OfCaller({knobs.CHECKPOINT: given.use}, now, given.layers)
@@ -100,7 +100,7 @@ def switches_of(activation_checkpointing: Any) -> Switches:
     return _OfCaller({knobs.CHECKPOINT: setter}, knobs.Choice({knobs.CHECKPOINT: "none"}))
 
 
-class _OfCaller(Switches):
+class _OfCaller(knobs.Switches):
     """Checkpointing as the caller has it: nobody knows whether it gathers parameters again."""
 
     @property

@@ -51,7 +51,7 @@ class Progress:
     source: str | None = None
     """The checkpoint that is resumed from."""
     sized_for: str | None = None
-    """Ranks, device and config that the size of the resumed checkpoint was found for, as one word."""
+    """The digest of the ranks, device and config that the size of the resumed checkpoint was found for."""
     sizes_for: str | None = None
     """The same of this run."""
     history: dict[str, Any] | None = None

@@ -43,6 +43,7 @@ class ShardedCheckpoints:
     Args:
         device: the device of what is saved.
         failed: function that is told, while training continues, why one could not be written.
+        what: what they are called in the log.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class ShardedCheckpoints:
         all_or_none: AllOrNone,
         device: torch.device,
         failed: Callable[[str], None] = log.error,
+        what: str = "checkpoint",
     ) -> None:
         self.folder = folder
+        self._what = what
         self._failed = failed
         self._all = all_or_none
         self._device = device
@@ -213,7 +216,7 @@ class ShardedCheckpoints:
             self.folder.publish(name, facts, written)
         except OSError as error:
             raise CheckpointError(describe(error)) from error
-        log.info(f"Saved the checkpoint {self.folder.path / name}.")
+        log.info(f"Saved the {self._what} {self.folder.path / name}.")
 
     def _abandon(self, name: str) -> None:
         if self._all.ranks.is_zero:

@@ -86,7 +86,9 @@ class Snapshots:
         if not self._is_possible():
             return
         if self._writer is None:
-            self._writer = ShardedCheckpoints(self.folder, self._all, self._device, self._say)
+            self._writer = ShardedCheckpoints(
+                self.folder, self._all, self._device, self._say, what="snapshot"
+            )
         try:
             save(self._writer, self._unwritable)
         except CheckpointError as error:

@@ -142,7 +142,7 @@ class Prober:
         )
 
     def place(self) -> str:
-        """Ranks, device and config as one word: the sizes that were found there fit there."""
+        """A digest of ranks, device and config: sizes that were found with the same one fit."""
         rows = {key: str(self.asked.cfg.get(key)) for key in ("dataset", "tokenizer")}
         facts = self.facts(rows=rows, all_settings=asdict(self.settings))
         text = json.dumps(facts, sort_keys=True, default=str)

@@ -11,7 +11,7 @@ from torchtune.modules import TiedLinear
 from torchtune.modules.model_fusion import DeepFusionModel
 
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.core import NextTokenPrediction, Objective, Switches, knobs, recompute
+from torchtune_adaptive.core import NextTokenPrediction, Objective, knobs, recompute
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import (
     KNOBS_BY_KEY,
@@ -36,7 +36,7 @@ def build_switches(
     model: nn.Module,
     objective: Objective,
     offloading: CanBeEnabled | None = None,
-) -> Switches:
+) -> knobs.Switches:
     """The switches of a model that is trained for an objective, set as the config says."""
     layers = [
         recompute.SwitchedLayer(layer)
@@ -60,7 +60,7 @@ def build_switches(
     if type(objective) is NextTokenPrediction:
         setters |= _of_the_loss(asked, environment, model, objective)
     configured = knobs.Choice({key: KNOBS_BY_KEY[key].configured(asked) for key in setters})
-    switches = Switches(setters, configured, len(layers))
+    switches = knobs.Switches(setters, configured, len(layers))
     checkpoint(switches.choice[knobs.CHECKPOINT])
     if switches.choice.get(knobs.RECOMPUTE_LOSS):
         setters[knobs.RECOMPUTE_LOSS](True)
