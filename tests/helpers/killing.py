@@ -144,7 +144,15 @@ class Copies:
             os.close(lock)
 
     def _copy(self, copy: Path, half_written: Path | None) -> None:
-        shutil.copytree(self._folder, copy, symlinks=True)
+        for _ in range(20):
+            try:
+                shutil.copytree(self._folder, copy, symlinks=True)
+                break
+            except shutil.Error:
+                # Another thread's operation had begun: this is no state of any moment.
+                shutil.rmtree(copy)
+        else:
+            raise AssertionError(f"{self._folder} does not stay as it is for a copy")
         if half_written is not None:
             _halve(copy / half_written.relative_to(self._folder))
         looked_at = copy.with_suffix(".looked_at")

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from unittest import mock
 
 import pytest
 from omegaconf import DictConfig
+from torch.distributed.checkpoint import filesystem
 
 from tests.helpers.killing import Copies
 from tests.helpers.ranks import run_ranks, watch_ranks
@@ -338,6 +340,32 @@ def without_room_for_parts() -> None:
         sharded.FileSystemWriter.write_data = full  # type: ignore[method-assign]
 
 
+def without_room_in_one_of_its_threads() -> None:
+    """Whose errors torch does not pass on."""
+    write = filesystem._write_item
+
+    def fail(*arguments: Any) -> Any:
+        if "_write_files_from_queue" in threading.current_thread().name:
+            raise OSError(28, "No space left on device")
+        return write(*arguments)
+
+    if os.environ["RANK"] == "1":
+        filesystem._write_item = fail
+
+
+def leaving_the_others_in_the_middle() -> None:
+    save, fails = sharded.dcp.save, os.environ["RANK"] == "1"
+
+    def fail_once(*arguments: Any, **named: Any) -> Any:
+        nonlocal fails
+        if fails:
+            fails = False
+            raise RuntimeError("no reason")
+        return save(*arguments, **named)
+
+    sharded.dcp.save = fail_once
+
+
 def without_room_for_state() -> None:
     begin = CheckpointFolder.begin
 
@@ -365,6 +393,8 @@ def on_machines_of_their_own() -> None:
         (without_memory, r"more of the host's memory, of which 64 KiB are free"),
         (without_room_for_parts, r"could not be written .* \(No space left on device\)"),
         (without_room_for_state, r"could not be written .* \(No space left on device: "),
+        (without_room_in_one_of_its_threads, r"could not be written .* tensors were not written"),
+        (leaving_the_others_in_the_middle, "could not be written"),
         (on_machines_of_their_own, "each machine has one of its own"),
     ],
 )

@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -182,17 +188,23 @@ class ShardedCheckpoints:
         """The files of all ranks, written and on disk."""
         folder, mine = self.folder.staging / name, durable.Files()
         problem: BaseException | None = None
+        left: str | None = None
         try:
-            writer = FileSystemWriter(folder, thread_count=_WRITERS, sync_files=False)
-            planner = self._planner(enable_plan_caching=True)
-            group = self._in_thread.ranks.group
-            dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
+            dcp.save(
+                state,
+                storage_writer=_Writer(folder, thread_count=_WRITERS, sync_files=False),
+                planner=self._planner(enable_plan_caching=True),
+                process_group=self._in_thread.ranks.group,
+            )
         except CheckpointException as error:  # on all ranks, if on one
             problem = error
         except BaseException as error:
-            # This rank may have left the others in the middle: they learn of it when it leaves the group.
+            left = describe(error)
+        if left is not None:
+            # This rank may have left the others in the middle: they learn of it when it leaves the group. Not
+            # before the exception is gone, whose frames refer to it.
             self._in_thread.ranks.close()
-            raise CheckpointError(describe(error)) from error
+            raise CheckpointError(left)
         if problem is None:
             try:
                 # Each rank reads what it has written, which is still in memory.
@@ -221,6 +233,16 @@ class ShardedCheckpoints:
     def _abandon(self, name: str) -> None:
         if self._all.ranks.is_zero:
             self.folder.abandon(name)
+
+
+class _Writer(FileSystemWriter):
+    """torch's writer, which does not notice if one of its threads fails (torch 2.13)."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        written = super().write_data(plan, planner)
+        if missing := len(plan.items) - len(written.value()):
+            raise OSError(f"{missing} of {len(plan.items)} tensors were not written, see above")
+        return written
 
 
 def damage_in_share(folder: Path, checkpoint: str | None, rank: int, ranks: int) -> str | None:

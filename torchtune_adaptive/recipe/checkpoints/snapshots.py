@@ -11,7 +11,6 @@ import logging
 import shutil
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -96,18 +95,23 @@ class Snapshots:
 
     def close(self) -> None:
         """Remove them: the run has ended, and what continues it is in the output folder."""
+        self._finish()
         if self._writer is not None:
-            self._finish()
             self._writer.close()
         if self._all.ranks.is_zero and not self._only_looks:
             self._remove()
 
     def _finish(self) -> None:
-        """Wait for the one that is being written."""
-        if self._writer is not None and self._writer.is_writing:
-            with suppress(CheckpointError):  # said already
-                self._writer.finish()
-                self._has_said = False
+        """Wait for the one that is being written. After a failure, the next one has a writer of its own, as
+        ranks may have left this one's group."""
+        if self._writer is None or not self._writer.is_writing:
+            return
+        try:
+            self._writer.finish()
+            self._has_said = False
+        except CheckpointError:  # said already
+            self._writer.close()
+            self._writer = None
 
     def _is_possible(self) -> bool:
         """Whether a snapshot can be taken, on all ranks; if none can, rank 0 says so."""
