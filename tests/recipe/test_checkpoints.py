@@ -245,7 +245,7 @@ def run_on_a_full_disk(kind: str, cfg: DictConfig, save: int, writer: str) -> No
     no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file")
     no_space_for_copy = OSError(errno.ENOSPC, no_space.strerror, "healthy", None, "full/copy")
     errors: dict[str, tuple[Any, str, Exception]] = {
-        "manifest": (durable, "write_durably", no_space),
+        "manifest": (durable, "atomically", no_space),
         "copy": (shutil, "copy2", no_space_for_copy),
         "state": (torch, "save", RuntimeError("[enforce fail] write failed\nat")),
         "distributed": (sharded.FileSystemWriter, "write_data", no_space),
