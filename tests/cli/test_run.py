@@ -177,7 +177,7 @@ def refused(*words: str) -> str:
         (["--nproc_per_node", "3:2", "--elastic", RECIPE], "asks for 3 GPUs or more, and 2 work"),
         (["--nproc_per_node", "x:2", "--elastic", RECIPE], "is not MIN:MAX"),
         (["--nnodes", "2", "--elastic", RECIPE], "does not go with --elastic"),
-        (["--nproc_per_node", "many", RECIPE], "'many' says nothing here"),
+        (["--nproc_per_node", "many", RECIPE], "'many' is no number of ranks here"),
         (["--nproc_per_node", "0", RECIPE], "is less than 1"),
         (["--max-restarts", "-1", "--elastic", RECIPE], "-1 is less than 0"),
         (["--nproc_per_node", "2", "lora_finetune_single_device"], "does not run on several ranks"),

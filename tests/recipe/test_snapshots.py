@@ -341,7 +341,7 @@ def without_room_for_parts() -> None:
 
 
 def without_room_in_one_of_its_threads() -> None:
-    """Whose errors torch does not pass on."""
+    """A full disk that a thread of the writer meets, whose exceptions torch loses."""
     write = filesystem._write_item
 
     def fail(*arguments: Any) -> Any:

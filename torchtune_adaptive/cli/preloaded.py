@@ -40,9 +40,8 @@ ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 gc.disable()  # collections while modules are imported find nothing
 with before_fork.cuda_uninitialized():
     for _module in MODULES:
-        with suppress(
-            ImportError
-        ):  # matplotlib need not be there; a rank says what else is missing
+        # matplotlib need not be there; a rank says what else is missing.
+        with suppress(ImportError):
             importlib.import_module(_module)
 gc.freeze()  # nor do later ones, in what was imported; and what nobody touches, ranks share
 gc.enable()

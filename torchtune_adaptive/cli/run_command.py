@@ -120,7 +120,7 @@ def _ranks(given: str) -> int:
         ranks = determine_local_world_size(given)
     except ValueError as error:
         raise ConfigError(
-            "--nproc_per_node", given, f"says nothing here ({error})", remedy
+            "--nproc_per_node", given, f"is no number of ranks here ({error})", remedy
         ) from None
     if ranks < 1:
         raise ConfigError("--nproc_per_node", given, "is less than 1", remedy)
@@ -134,9 +134,8 @@ def _choose_start_method(asked: argparse.Namespace, ranks: int) -> None:
     if asked.shutdown_timeout is not None:
         private.end_ranks_within(asked.shutdown_timeout)
     if ranks > 1:
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", "1"
-        )  # as torchrun does, but before the server reads it
+        # As torchrun does, but before the server reads it.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONUNBUFFERED"] = "1"  # as torchrun starts ranks
     multiprocessing.set_forkserver_preload([_PRELOADED])
     check = _context(asked).Process(target=_require_forked)

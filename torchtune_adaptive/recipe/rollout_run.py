@@ -62,9 +62,8 @@ class RolloutRun(Run):
         sizes = self._rollout_sizes(order.ranks)
         self._judge = kind.judge(tokenizer, self._entering_reward)
         sizes.require_prompts(order.per_epoch)
-        self._count_epochs(
-            len(data.dataset), sizes.all_prompts
-        )  # again, for those of a resumed run
+        # Again, as a resumed run has the rollouts that it began with.
+        self._count_epochs(len(data.dataset), sizes.all_prompts)
         self.watchdog.enter("looking up the lengths of all prompts", patience=None)
         lengths = self._lengths(data, asked)
         longest = int(lengths.all(say_progress=ranks.is_zero).max())

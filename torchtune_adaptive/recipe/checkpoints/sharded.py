@@ -236,7 +236,7 @@ class ShardedCheckpoints:
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer, which does not notice if one of its threads fails (torch 2.13)."""
+    """torch's writer, which also fails if one of its threads does: torch 2.13 loses their exceptions."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         written = super().write_data(plan, planner)

@@ -118,9 +118,8 @@ class PPOObjective(_Clipped):
         # The loss is the sum of two means, over tokens and over values, and there are more values. A step
         # divides by the number of tokens, so the sum over values is scaled.
         counts = [[len(known(each)) for each in (row.response, row.values)] for row in rows]
-        counted = torch.tensor(counts, dtype=torch.int64).reshape(
-            -1, 2
-        )  # where a rank has none, too
+        # A rank may have no rows.
+        counted = torch.tensor(counts, dtype=torch.int64).reshape(-1, 2)
         tokens, values = total(counted.sum(0)).tolist()
         self._tokens_per_value = tokens / values
 

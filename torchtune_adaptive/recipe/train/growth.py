@@ -98,9 +98,8 @@ class Growth:
     def _change(self, wanted: int, samples: int) -> Grown | None:
         most = self._samples if self._past_memory else min(self._samples, self._most)
         global_batch = min(wanted, most)
-        global_batch -= (
-            global_batch % self._first[2]
-        )  # equal shares, of the ranks that the run began with
+        # Equal shares, of the ranks that the run began with.
+        global_batch -= global_batch % self._first[2]
         if global_batch <= self.split.global_batch:  # a batch never shrinks
             return None
         before, start = self.split, self.start
