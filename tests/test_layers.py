@@ -88,11 +88,8 @@ def test_no_import_initializes_cuda() -> None:
 
     torchtune's own import asks the device what it can do, which this answers.
     """
-    names = {name.removesuffix(".__init__") for name in MODULES}
-    names -= {
-        "torchtune_adaptive.__main__",
-        "torchtune_adaptive.integrations.axolotl",
-    }  # needs axolotl
+    names = {name.removesuffix(".__init__") for name in MODULES} - {"torchtune_adaptive.__main__"}
+    names.remove("torchtune_adaptive.integrations.axolotl")  # needs axolotl
     program = f"{ON_CUDA}\nfor name in {sorted(names)}: importlib.import_module(name)"
     assert names <= loaded_by(program)
 

@@ -13,9 +13,7 @@ import pytest
 
 from tests.helpers.killing import Fatal
 from tests.helpers.restarted import assert_undisturbed, launched, said, wait_until
-from tests.helpers.runs import (
-    free_port,
-)
+from tests.helpers.runs import free_port
 from tests.helpers.validating import VALIDATES
 
 pytestmark = pytest.mark.runs
