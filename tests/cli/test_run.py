@@ -138,17 +138,23 @@ torch.cuda.is_available = lambda: os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] ==
 def capability(device=None):
     assert os.getpid() != here, "CUDA is initialized before the fork"
     {answer}
+def has_triton():
+    assert os.getpid() != here, "CUDA is initialized before the fork"
+    return True
 torch.cuda.get_device_capability = capability
+import torch.utils._triton
+torch.utils._triton.has_triton = has_triton
 from torchtune_adaptive.core import before_fork
 with before_fork.cuda_uninitialized():
-    print(torch.cuda.get_device_capability())
+    print(torch.cuda.get_device_capability(), torch.utils._triton.has_triton())
 assert torch.cuda.get_device_capability is capability
+assert torch.utils._triton.has_triton is has_triton
 assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
 """
 
 
 def test_what_the_gpu_can_do_is_asked_in_another_process() -> None:
-    assert python(ON_A_GPU.format(answer="return 9, 0")).split("\n")[0] == "(9, 0)"
+    assert python(ON_A_GPU.format(answer="return 9, 0")).split("\n")[0] == "(9, 0) True"
 
 
 def test_a_gpu_that_does_not_answer_is_asked_as_always() -> None:
@@ -157,6 +163,19 @@ def test_a_gpu_that_does_not_answer_is_asked_as_always() -> None:
 
 
 # --- the command line ---------------------------------------------------------------------------------
+
+WITHOUT_A_TIMEOUT = """
+import argparse
+from torchtune_adaptive.cli import run_command
+asked = argparse.Namespace(start_method="forkserver")
+run_command._choose_start_method(asked, 1)
+print(asked.start_method)
+"""
+
+
+def test_ranks_are_forked_where_torchrun_has_no_shutdown_timeout() -> None:
+    """As in torch 2.11."""
+    assert python(WITHOUT_A_TIMEOUT).split()[-1] == "forkserver"
 
 
 def refused(*words: str) -> str:

@@ -131,8 +131,9 @@ def _choose_start_method(asked: argparse.Namespace, ranks: int) -> None:
     """Start the server that ranks are forked from; or see that they are started anew, if that cannot work."""
     if asked.start_method != _FORKED:
         return
-    if asked.shutdown_timeout is not None:
-        private.end_ranks_within(asked.shutdown_timeout)
+    timeout = getattr(asked, "shutdown_timeout", None)  # torch 2.11 does not have it
+    if timeout is not None:
+        private.end_ranks_within(timeout)
     if ranks > 1:
         # As torchrun does, but before the server reads it.
         os.environ.setdefault("OMP_NUM_THREADS", "1")

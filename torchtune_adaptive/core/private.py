@@ -7,12 +7,15 @@ Each was checked on torch 2.11, 2.13 and 2.15, where it does not say otherwise.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._triton
 from torch._ops import HigherOrderOperator
 
 # Dispatch modes see each operation; trees are how torch itself walks through arguments and results.
@@ -323,6 +326,29 @@ def _parameter_groups(state: Any) -> list[Any]:
     """The parameters that an FSDP module shards together; one until torch 2.12."""
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def compile_for_all_sizes(tensor: torch.Tensor, dims: Iterable[int]) -> None:
+    """Let what is compiled for this tensor fit others that have other sizes in these dimensions, but 1."""
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def can_run_triton() -> bool:
+    """Whether there is Triton, and a device that it supports. This initializes CUDA."""
+    return torch.utils._triton.has_triton()
+
+
+@contextmanager
+def triton_known(can_run: bool) -> Iterator[None]:
+    """A context in which torch does not ask the first GPU whether it can run Triton, as torchao's import lets
+    it do."""
+    ask = torch.utils._triton.has_triton
+    torch.utils._triton.has_triton = lambda: can_run  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.utils._triton.has_triton = ask
 
 
 def end_workers(batches: Any) -> None:

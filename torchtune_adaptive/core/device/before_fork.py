@@ -1,6 +1,7 @@
 """Imports in a process that others are forked from: CUDA does not survive a fork.
 
-torchtune's import asks the first GPU what it can do, which initializes CUDA. Here a process of its own asks.
+The imports of torchtune and torchao ask the first GPU what it can do, which initializes CUDA. Here a process of
+its own asks.
 """
 
 from __future__ import annotations
@@ -8,16 +9,25 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from torchtune_adaptive.core import private
 
 _WITHOUT_CUDA = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Set to 1, torch asks the driver whether there are GPUs, and not CUDA, which no fork would survive."""
 _MOMENT = 60.0
 """Seconds that the first GPU has to answer."""
+
+
+class _Answer(NamedTuple):
+    """What the first GPU can do."""
+
+    capability: tuple[int, int]
+    can_run_triton: bool
 
 
 @contextmanager
@@ -28,11 +38,14 @@ def cuda_uninitialized() -> Iterator[None]:
     try:
         answer = _answer() if torch.cuda.is_available() else None
 
-        def answered(device: Any = None) -> tuple[int, int]:
-            return answer if device is None and answer is not None else asked(device)
+        def capability(device: Any = None) -> tuple[int, int]:
+            return asked(device) if device is not None or answer is None else answer.capability
 
-        torch.cuda.get_device_capability = answered
-        yield
+        torch.cuda.get_device_capability = capability
+        with ExitStack() as stack:
+            if answer is not None:
+                stack.enter_context(private.triton_known(answer.can_run_triton))
+            yield
     finally:
         torch.cuda.get_device_capability = asked
         if variable is None:
@@ -41,11 +54,11 @@ def cuda_uninitialized() -> Iterator[None]:
             os.environ[_WITHOUT_CUDA] = variable
 
 
-def _answer() -> tuple[int, int] | None:
-    """What the first GPU can do; None if it does not say."""
+def _answer() -> _Answer | None:
+    """What the first GPU says; None if it says nothing."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    asking = context.Process(target=_send_capability, args=(sender,), daemon=True)
+    asking = context.Process(target=_send_answer, args=(sender,), daemon=True)
     asking.start()
     sender.close()
     try:
@@ -57,8 +70,8 @@ def _answer() -> tuple[int, int] | None:
         asking.join(_MOMENT)
 
 
-def _send_capability(sender: Connection) -> None:
-    sender.send(torch.cuda.get_device_capability())
+def _send_answer(sender: Connection) -> None:
+    sender.send(_Answer(torch.cuda.get_device_capability(), private.can_run_triton()))
 
 
 def require_accelerator() -> None:
