@@ -401,4 +401,6 @@ def announce(model: nn.Module, environment: Environment, started: float) -> None
     )
     if environment.ranks.is_zero and environment.device.type != "cpu":
         training.log_memory_stats(training.get_memory_stats(device=environment.device))
-    dist.barrier()
+    on_cpu = environment.device.type == "cpu"
+    # Before its first collective, NCCL would guess the device from the rank among all machines.
+    dist.barrier(device_ids=None if on_cpu else [torch.accelerator.current_device_index()])
