@@ -27,7 +27,7 @@ from torchtune.modules.peft import LoRALinear
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from torchtune_adaptive.core.step.sample_dropout import SampleDropout, drop, drop_in_parts
+from torchtune_adaptive.core.step.sample_dropout import SampleDropout, drop_by_kernel, drop_in_parts
 
 SHARE = 0.1
 SHAPES = [(4, 512, 1024), (16, 128, 4096)]
@@ -40,7 +40,7 @@ def layer_of(way: str) -> nn.Module:
     if way == "torch":
         return nn.Dropout(SHARE)
     compiled = way == "compiled"
-    return SampleDropout(SHARE, torch.compile(drop, dynamic=True) if compiled else drop_in_parts)
+    return SampleDropout(SHARE, drop_by_kernel() if compiled else drop_in_parts)
 
 
 def adapted(way: str, width: int) -> nn.Module:

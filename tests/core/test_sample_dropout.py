@@ -18,6 +18,7 @@ from torchtune_adaptive.core.step.sample_dropout import (
     DropoutKeys,
     SampleDropout,
     drop,
+    drop_by_kernel,
     drop_by_sample,
     drop_in_parts,
 )
@@ -203,11 +204,12 @@ needs_compiler = pytest.mark.skipif(
 @needs_compiler
 @pytest.mark.exhaustive
 def test_compiled_is_eager_to_the_bit() -> None:
-    torch.compiler.reset()
-    compiled = torch.compile(drop, backend="inductor", dynamic=True)
     shapes = [(4, 33, 24), (4, 64, 130), (1, 33, 24), (6, 24)]
-    for shape, dtype, share in itertools.product(shapes, (torch.float32, torch.bfloat16), SHARES):
-        kernel, eager = SampleDropout(share, compiled), SampleDropout(share, drop_in_parts)
+    kinds = [(torch.float32, 0.1), (torch.bfloat16, 0.3)]
+    for (dtype, share), shape in itertools.product(kinds, shapes):
+        if shape == shapes[0]:
+            torch.compiler.reset()
+        kernel, eager = SampleDropout(share, drop_by_kernel()), SampleDropout(share, drop_in_parts)
         rows = torch.randn(shape, dtype=dtype)
         upstream = torch.randn_like(rows)
         found = []
@@ -217,6 +219,19 @@ def test_compiled_is_eager_to_the_bit() -> None:
             out.backward(upstream)
             found.append([out.detach(), own.grad])
         assert same(*found), (shape, dtype, share)
+
+
+def test_a_kernel_is_compiled_for_each_width_and_for_one_row_and_more() -> None:
+    """torch compiles a function 8 times, and then runs it without: with temporaries of many sizes."""
+    torch.compiler.reset()
+    compilations = CountCompilations()
+    layer = SampleDropout(0.1, drop_by_kernel(compilations))
+    for rows, length, width in itertools.product((3, 1, 2, 8), (7, 100, 13), (16, 24)):
+        x = torch.randn(rows, width, length).transpose(1, 2).requires_grad_()
+        dropped = layer(x)
+        dropped.sum().backward()  # whose gradient is one number, expanded
+        assert x.grad is not None and torch.equal(x.grad == 0, dropped == 0)
+    assert compilations.count == 4
 
 
 @needs_compiler

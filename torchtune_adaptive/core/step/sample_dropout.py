@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.core import private
 
 Drop: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
 """Drops elements of rows, given the two keys of each row, the least number of an element that is kept, and
@@ -49,10 +50,18 @@ def _mixed(number: torch.Tensor) -> torch.Tensor:
     return number
 
 
+def _counted_from(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """For each of these numbers, a row of so many: itself, and those that follow."""
+    # Where shapes are dynamic, inductor's kernels for GPUs count in 64 bits and go on with 64, although these
+    # are numbers of 32, unless there is a cast (torch 2.11).
+    dtype = torch.int64 if torch.compiler.is_compiling() else torch.int32
+    places = torch.arange(count, dtype=dtype, device=numbers.device)
+    return (numbers[:, None] + places).to(torch.int32)
+
+
 def _of_positions(row_keys: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two random numbers for each position of each row."""
-    places = torch.arange(positions, dtype=torch.int32, device=row_keys.device)
-    first = _mixed(row_keys[:, :1] + places)
+    first = _mixed(_counted_from(row_keys[:, 0], positions))
     return first.flatten(), _mixed(row_keys[:, 1:] ^ first).flatten()
 
 
@@ -60,19 +69,37 @@ def _dropped(
     x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, least: int, factor: float
 ) -> torch.Tensor:
     """Elements of positions, each of which has two random numbers; the shape is that of a matrix."""
-    columns = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
     # The second number tells apart positions whose first ones are close.
-    number = _mixed(first[:, None] + columns) ^ second[:, None]
+    number = _mixed(_counted_from(first, x.shape[1])) ^ second[:, None]
     return torch.where(number >= least, x * factor, 0)
 
 
 def drop(x: torch.Tensor, row_keys: torch.Tensor, least: int, factor: float) -> torch.Tensor:
-    """Drop elements, all at once: to be compiled to one kernel."""
+    """Drop elements, all at once: to be compiled."""
     if not x.numel():
         return x.clone()
     positions = x.reshape(-1, x.shape[-1])
     numbers = _of_positions(row_keys, len(positions) // len(x))
     return _dropped(positions, *numbers, least, factor).view_as(x)
+
+
+def drop_by_kernel(backend: str | Callable[..., Any] = "inductor") -> Drop:
+    """Gives what drops the same elements by one kernel, with temporaries of no size.
+
+    It is compiled for each width, as kernels divide by it, and for all numbers of rows and positions. torch
+    would compile it for each number until it had done so too often, and then no more.
+    """
+    compiled = torch.compile(drop, dynamic=False, backend=backend)
+
+    def drop_compiled(
+        x: torch.Tensor, row_keys: torch.Tensor, least: int, factor: float
+    ) -> torch.Tensor:
+        x = x.detach().contiguous()  # or it is compiled for each way to lie in memory as well
+        private.compile_for_all_sizes(x, range(x.dim() - 1))
+        private.compile_for_all_sizes(row_keys, [0])
+        return compiled(x, row_keys, least, factor)
+
+    return drop_compiled
 
 
 def drop_in_parts(
@@ -151,7 +178,7 @@ def drop_by_sample(model: nn.Module, compiled: bool) -> None:
     Raises:
         UsageError: it drops out in another way as well, whose random numbers belong to no sample.
     """
-    drops: Drop = torch.compile(drop, dynamic=True) if compiled else drop_in_parts
+    drops = drop_by_kernel() if compiled else drop_in_parts
     for name, module in list(model.named_modules()):
         if type(module) is nn.Dropout:
             if module.p > 0:
