@@ -11,7 +11,8 @@ time, and after each its result is on disk, and in the report. The pieces are in
 want to know; all of them fit into four calls of nine minutes. A piece that failed, or was stopped by its
 limit, is run again when all have been run; what it had found until then is kept. Each call ends with a table
 of what is known, to be pasted into an issue. What was measured on another device, torch or version of the
-sources is not mixed in: then all pieces are run again.
+sources is not mixed in: then all pieces are run again. With `--keep`, those are not that passed with other
+sources; the table names these sources.
 
 It needs a Python with torch, torchtune and pytest; docs/gpu.md has a way for a machine without network.
 """
@@ -63,6 +64,8 @@ class Result:
     """What it has found."""
     earlier: dict[str, str] = field(default_factory=dict)
     """What runs before it have found that it did not reach."""
+    sources: str = ""
+    """The version of the sources that was run."""
 
     @property
     def ended(self) -> str:
@@ -93,14 +96,15 @@ def all_pieces(device: str) -> list[Piece]:
         else "--rounds 1 --limit 128MiB --ways fixed budget"
     )
     return [
-        tests("test_gpu", "out of memory", 90),
+        tests("test_gpu", "out of memory", 60),
         tests("test_two_ranks", "out of memory on one of two ranks", 120),
-        tests("test_nccl", "what NCCL counts", 40),
+        tests("test_nccl", "what NCCL counts", 30),
         tests("test_context_parallel", "attention over parts of rows", 35),
+        tests("test_dropout", "dropout by sample", 45),
         tests("test_recipe", "recipes from end to end", 180),
         Piece("A step", f"benchmarks/gpu_step.py --device {device}", 60 * slower),
         *(benchmark("plan", case.name, "Prediction", 90) for case in FIRST),
-        *(benchmark("search", model, "Sizes found", 90) for model in ("1B", "3B", "8B")),
+        *(benchmark("search", model, "Sizes found", 120) for model in ("1B", "3B", "8B")),
         *(benchmark("fastest", model, "Fastest configuration", 150) for model in FASTEST),
         Piece(
             "Token budget", f"benchmarks/token_budget.py --device {device} {budget}", 150 * slower
@@ -111,16 +115,24 @@ def all_pieces(device: str) -> list[Piece]:
 
 
 class Progress:
-    """A record of what has been done on one machine, in a file that is always whole."""
+    """A record of what has been done on one machine, in a file that is always whole.
 
-    def __init__(self, path: Path, machine: str) -> None:
+    Args:
+        path: the file.
+        machine: the machine. What was done on another one is forgotten.
+        sources: the version of the sources.
+        keep: whether results of other sources are kept.
+    """
+
+    def __init__(self, path: Path, machine: str, sources: str = "", keep: bool = False) -> None:
         self._path = path
-        self.machine = machine
+        self.machine, self.sources = machine, sources
         self.results: dict[str, Result] = {}
         try:
             state = json.loads(path.read_text())
             if state["machine"] == machine:
-                self.results = {name: Result(**r) for name, r in state["results"].items()}
+                results = {name: Result(**r) for name, r in state["results"].items()}
+                self.results = {n: r for n, r in results.items() if keep or r.sources == sources}
         except (OSError, ValueError, KeyError, TypeError):
             pass  # nothing yet, or nothing of use
 
@@ -140,12 +152,11 @@ class Progress:
 
     def add(self, piece: Piece, result: Result) -> None:
         """Record the result of a piece, also while it runs: as that of a piece that was stopped there."""
-        before = self.result(piece)
+        before, earlier = self.result(piece), {}
         if before is not None and result.exit_code != 0:
             known = before.earlier | before.facts
             earlier = {what: known[what] for what in known if what not in result.facts}
-            result = replace(result, earlier=earlier)
-        self.results[piece.name] = result
+        self.results[piece.name] = replace(result, earlier=earlier, sources=self.sources)
         results = {name: asdict(result) for name, result in self.results.items()}
         write(self._path, json.dumps({"machine": self.machine, "results": results}, indent=1))
 
@@ -202,6 +213,8 @@ def table(pieces: Sequence[Piece], progress: Progress) -> str:
     for piece in pieces:
         result = progress.result(piece)
         ended = "not measured" if result is None else result.ended
+        if result is not None and result.sources != progress.sources:
+            ended += f" (sources {result.sources})"
         rows.append(f"| {piece.name} | | {ended} |")
         if result is not None:
             rows += [f"| | {what} | {found} |" for what, found in shown(result.facts).items()]
@@ -217,7 +230,8 @@ def report(pieces: Sequence[Piece], progress: Progress) -> str:
     stopped = [name for name, result in results.items() if result and result.exit_code is None]
     failed = [name for name, result in results.items() if result and result.exit_code]
     text = [
-        f"# Tests and benchmarks for a GPU\n\n{progress.machine}. Made by `benchmarks/gpu.py`.\n"
+        f"# Tests and benchmarks for a GPU\n\n{progress.machine}, sources {progress.sources}. "
+        "Made by `benchmarks/gpu.py`.\n"
     ]
     text.append(f"\n{table(pieces, progress)}\n")
     for what, names in (("Not reached", not_run), ("Stopped", stopped), ("Failed", failed)):
@@ -263,14 +277,13 @@ def is_asked(piece: Piece, only: Sequence[str]) -> bool:
 
 
 def machine(device: str) -> str | None:
-    """The machine that the results belong to, and what was run on it; None if there is no such device."""
+    """The machine that the results belong to; None if there is no such device."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name(0) if device == "cuda" else "a simulated device"
-    python = platform.python_version()
-    return f"{name}, torch {torch.__version__}, Python {python}, sources {sources()}"
+    return f"{name}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def sources() -> str:
@@ -301,6 +314,9 @@ def main() -> int:
     arguments.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments.add_argument("--list", action="store_true", help="list the pieces and exit")
     arguments.add_argument("--fresh", action="store_true", help="run all pieces again")
+    arguments.add_argument(
+        "--keep", action="store_true", help="keep the results of other versions of the sources"
+    )
     asked = arguments.parse_args()
     pieces = all_pieces(asked.device)
     if not any(is_asked(piece, asked.only) for piece in pieces):
@@ -312,7 +328,7 @@ def main() -> int:
     state = asked.out / "gpu.json"
     if asked.fresh and not asked.list:
         state.unlink(missing_ok=True)
-    progress = Progress(state, where or "no CUDA device")
+    progress = Progress(state, where or "no CUDA device", sources(), asked.keep)
     if asked.list:
         for piece in pieces:
             done = "done" if progress.is_done(piece) else ""

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune import training
 
-from torchtune_adaptive.common import amount_of_memory
+from torchtune_adaptive.common import amount_of_memory, counted
 from torchtune_adaptive.core.device.accelerator import device_memory
 from torchtune_adaptive.core.device.memory import DeviceMemory, Usage, is_out_of_memory
 from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
@@ -163,14 +163,18 @@ class Measuring:
         self.step.apply()
 
     def usage(self, rows: int) -> Usage | None:
-        """The peaks of one step; None if it does not fit."""
+        """The peaks of one step; None if it does not fit, or only once torch has freed what it had cached."""
         self.memory.release()
         self.memory.watch()
         if not self._fits(rows):
             self.step.abandon()  # or the next peak has what is left of it: gradients, gathered parameters
             return None
         usage = self.memory.usage()
-        return None if usage.retries else usage
+        if usage.retries:
+            tried = counted(usage.retries, "retry", "retries")
+            tell(f"{rows} rows", f"fit after {tried} of torch's allocator")
+            return None
+        return usage
 
     def _fits(self, rows: int) -> bool:
         try:
@@ -184,6 +188,7 @@ class Measuring:
     def seconds(self, rows: int) -> float:
         """Seconds of a step, after one that is not counted; only one is timed if it is large."""
         steps = STEPS if rows == SMALL else 1
+        self.memory.release()  # what is left of a size that did not fit is in pieces
         self._take(rows, self.length)
         started = self.memory.clock()
         for _ in range(steps):
@@ -212,10 +217,14 @@ def compare(case: Case, device: str, capacity: int, device_name: str) -> Iterato
         for rows in range(max(largest, 1), largest + 4):
             usages[rows] = measuring.usage(rows)
             if usages[rows] is None:
-                found = "fewer" if rows <= largest else str(rows - 1)
+                found = str(rows - 1)
                 break
         else:
             found = f"{largest + 3} or more"
+        if usages[max(largest, 1)] is None:
+            fewer = range(largest - 1, max(largest - 4, 0), -1)
+            fits = (rows for rows in fewer if measuring.usage(rows) is not None)
+            found = str(next(fits, f"fewer than {min(fewer, default=largest)}"))
         tell("largest micro-batch", f"predicted {largest}, found {found}")
         yield f"| {case.name} | largest: predicted {largest}, found {found} |"
         for rows, peak in {largest: prediction.at_largest, SMALL: prediction.configured}.items():

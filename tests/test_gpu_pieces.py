@@ -99,6 +99,20 @@ class TestPieces:
         assert self.call(gpu, pieces[:1], tmp_path, machine="another GPU")
         assert len((tmp_path / "good").read_text()) == 2
 
+    def test_results_of_other_sources_are_kept_only_where_asked(
+        self, gpu: Any, pieces: list[Any], tmp_path: Path
+    ) -> None:
+        path = tmp_path / "state.json"
+        progress = gpu.Progress(path, "a GPU", "old")
+        for piece, code in zip(pieces, (0, 3, 0), strict=True):
+            progress.add(piece, gpu.Result(piece.command, code, 1.0, ""))
+        assert gpu.Progress(path, "a GPU", "new").left(pieces) == pieces
+        kept = gpu.Progress(path, "a GPU", "new", keep=True)
+        assert kept.left(pieces) == pieces[1:2], "what failed is run again"
+        kept.add(pieces[1], gpu.Result(pieces[1].command, 0, 1.0, ""))
+        ended = [row.split("|")[-2] for row in gpu.table(pieces, kept).splitlines()[2:]]
+        assert ["sources old" in each for each in ended] == [True, False, True]
+
     def test_a_piece_that_changed_is_run_again(
         self, gpu: Any, pieces: list[Any], tmp_path: Path
     ) -> None:
