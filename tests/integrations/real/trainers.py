@@ -18,6 +18,7 @@ from tests.helpers import ranks as helper
 from torchtune_adaptive.integrations import Adaptive
 from torchtune_adaptive.integrations.transformers import adaptive
 
+ON_GPU = torch.cuda.is_available()
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(61))]
 LLAMA = {
     "hidden_size": 32,
@@ -37,7 +38,7 @@ SETTINGS = {
     "learning_rate": 1e-2,
     "warmup_steps": 1,
     "logging_steps": 1,
-    "use_cpu": True,
+    "use_cpu": not ON_GPU,
     "disable_tqdm": True,
     "report_to": "none",
     "save_strategy": "no",
@@ -59,7 +60,7 @@ NAMES = {
     "kto": ("prompt", "completion"),
 }
 """The columns of rows of text, for a kind of trainer."""
-SEARCHING = Adaptive(memory_limit="64MiB")
+SEARCHING = Adaptive(memory_limit=None if ON_GPU else "64MiB")
 AS_CONFIGURED = Adaptive(search=False)
 AS_ACCELERATE = Adaptive(search=False, sync_each_batch=False)
 """With FSDP2, gradients are added up in the order in which accelerate adds them up."""
@@ -108,11 +109,15 @@ def on_ranks(
     function: Callable[..., Any], count: int, *arguments: Any, timeout: float = 300
 ) -> Any:
     """Call a function on one process, or on ranks."""
-    return helper.run_ranks(_alone_or_not, count, function, *arguments, timeout=timeout, join=False)
+    return helper.run_ranks(
+        _alone_or_not, count, function, *arguments, timeout=timeout, join=False, forked=not ON_GPU
+    )
 
 
 def _alone_or_not(function: Callable[..., Any], *arguments: Any) -> Any:
-    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", ACCELERATE_USE_CPU="true")
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    if not ON_GPU:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has workers
     warnings.simplefilter("ignore")
     from datasets import disable_progress_bars
@@ -348,7 +353,7 @@ def trained(
 
 def result(trainer: Any) -> Result:
     whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in trainer.model.parameters()]
-    weights = torch.cat([p.detach().float().flatten() for p in whole])
+    weights = torch.cat([p.detach().float().cpu().flatten() for p in whole])
     steps = getattr(trainer, "_adaptive_step", None)
     sizes = (steps._size, steps._step._runner.size) if steps else None
     return Result(trainer.state.log_history[:-1], weights, sizes)
