@@ -161,6 +161,35 @@ def in_words(number: str) -> str:
     return {"one": "1", "three": "3", "five": "5"}.get(number, number)
 
 
+def on_a_gpu(heading: str) -> list[list[str]]:
+    """The rows of a table of numbers that were measured on a GPU, by cell."""
+    section = (RESULTS / "h200.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    return rows[2:]
+
+
+def errors_on_a_gpu() -> list[str]:
+    """The largest errors of predicted peaks, of allocated and of reserved memory, in percent."""
+    text = "\n".join(" | ".join(row) for row in on_a_gpu("Memory, predicted and measured"))
+    errors = re.findall(r"([\d.]+) % \| [^|]+ \| [+-]?([\d.]+) %", text)
+    assert len(errors) == 16
+    return [max(each, key=float) for each in zip(*errors, strict=True)]
+
+
+def largest_on_a_gpu() -> list[str]:
+    """Predicted largest micro-batches, and how many of them were found."""
+    rows = on_a_gpu("Memory, predicted and measured")
+    pairs = [re.fullmatch(r"(\d+), (\d+)", row[-1]) for row in rows]
+    found = [pair[1] == pair[2] for pair in pairs if pair is not None]
+    return [str(len(found)), str(sum(found))]
+
+
+def speeds_on_a_gpu() -> list[str]:
+    """The least and the largest ratio of predicted to measured speed."""
+    ratios = [row[-1] for row in on_a_gpu("Speed, predicted and measured")]
+    return [min(ratios, key=float), max(ratios, key=float)]
+
+
 @dataclass(frozen=True)
 class Claim:
     """A sentence of a page, and the numbers that must stand in it."""
@@ -178,6 +207,22 @@ SEEN_BY_NOBODY = (
 )
 
 CLAIMS = [
+    Claim(
+        "README.md",
+        r"allocated memory were within ([\d.]+) % of what was measured, and those of reserved memory within "
+        r"([\d.]+) %; of (\d+) predicted largest micro-batches, (\d+) were the largest",
+        lambda: (*errors_on_a_gpu(), *largest_on_a_gpu()),
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"predicted peaks within ([\d.]+) % \(allocated\) and ([\d.]+) % \(reserved\)",
+        lambda: errors_on_a_gpu(),
+    ),
+    Claim(
+        "docs/fastest.md",
+        r"they were ([\d.]+) to ([\d.]+) times the measured ones",
+        speeds_on_a_gpu,
+    ),
     Claim(
         "README.md",
         r"A search finds 8 rows in (\d+) trials, (\w+) of which runs out of memory\. Doubling until it fails "

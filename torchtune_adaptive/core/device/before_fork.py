@@ -1,7 +1,7 @@
 """Imports in a process that others are forked from: CUDA does not survive a fork.
 
-The imports of torchtune and torchao ask the first GPU what it can do, which initializes CUDA. Here a process of
-its own asks.
+torchtune and torchao ask the first GPU what it can do as they are imported, which initializes CUDA. Here a
+process of its own asks.
 """
 
 from __future__ import annotations
