@@ -399,8 +399,8 @@ def announce(model: nn.Module, environment: Environment, started: float) -> None
     log.info(
         f"Instantiating model and loading checkpoint took {time.perf_counter() - started:.2f} secs"
     )
-    if environment.ranks.is_zero and environment.device.type != "cpu":
-        training.log_memory_stats(training.get_memory_stats(device=environment.device))
     on_cpu = environment.device.type == "cpu"
+    if environment.ranks.is_zero and not on_cpu:
+        training.log_memory_stats(training.get_memory_stats(device=environment.device))
     # Before its first collective, NCCL would guess the device from the rank among all machines.
     dist.barrier(device_ids=None if on_cpu else [torch.accelerator.current_device_index()])
