@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ class StepTracer:
     def __init__(self, simulated: bool, rank: int, ranks: int, holders: int = 1) -> None:
         self.device = torch.device("cpu") if simulated else fake_device.device()
         fake_device.init_fake_ranks(rank, ranks)
+        self._streams = count(1)
         self.ranks = FakeRanks(rank, ranks, holders)
         self.recorder = Recorder(self.device)
         self.memory = FakeMemory(self.recorder)
@@ -234,6 +236,7 @@ class StepTracer:
         """A context in which tensors are fake, and what is allocated on the device is recorded."""
         # What is compiled already runs eager: dynamo does not know the device.
         with (
+            fake_device.numbering_streams(self._streams),
             private.replaced(self._replacements()),
             torch.compiler.set_stance("force_eager"),
             self._fake,

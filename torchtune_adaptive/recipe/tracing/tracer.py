@@ -61,12 +61,19 @@ class _Offloading(Offloading):
 
 
 class Tracer(StepTracer):
-    """One rank of a run of any of the recipes, which can take steps of any size."""
+    """One rank of a run of any of the recipes, which can take steps of any size; a function may remove layers
+    of its models."""
 
-    def __init__(self, asked: Asked, ranks: int, rank: int = 0) -> None:
+    def __init__(
+        self,
+        asked: Asked,
+        ranks: int,
+        rank: int = 0,
+        shorten: Callable[[nn.Module], None] = lambda model: None,
+    ) -> None:
         super().__init__(asked["device"] == "cpu", rank, ranks, asked.holders)
         dtype = training.get_dtype(asked["dtype"], torch.device("cpu"))
-        environment = Environment(self.device, dtype, self.ranks)
+        environment = Environment(self.device, dtype, self.ranks, shorten=shorten)
         self._within = self._with_parts_of_torchtune
         self._accumulation = min(asked.accumulation, 2)  # as in a trial
         self._layer_running = 0
