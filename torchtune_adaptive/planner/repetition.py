@@ -109,8 +109,8 @@ def _middle(
 ) -> int:
     """The number of repetitions before those that are added: where both sequences show that what they refer
     to is linear."""
-    begins = [part.at_more for part in parts]
     columns = [*zip(zip(*a, strict=True), zip(*b, strict=True), strict=True)]
+    begins = [part.at_more for part in parts]
 
     def is_linear(middle: int) -> bool:
         for x, y in columns:
@@ -119,12 +119,10 @@ def _middle(
                 return False
             if _step(x[middle - 1], y[middle - 1]) != _step(x[middle], y[middle]):
                 return False
-            if (
-                to
-            ):  # from one repetition to another: what drifts within them would not go on for long
-                there = parts[bisect_right(begins, y[middle].refers_to) - 1]
-                if not there.repetitions or to % there.length:
-                    return False
+            # From one repetition to another. What drifts within them does not do so for long.
+            there = parts[bisect_right(begins, y[middle].refers_to or 0) - 1]
+            if to and not (there.repetitions and to % there.length == 0):
+                return False
         return True
 
     for middle in sorted(range(1, len(a)), key=lambda n: abs(2 * n - len(a))):
@@ -142,13 +140,9 @@ def _parts(few: Sequence[Element], more: Sequence[Element]) -> Iterator[_Part]:
     """The parts of two sequences, in order."""
     begun_few = begun_more = at_few = at_more = 0
     while at_few < len(few) or at_more < len(more):
-        if few[at_few : at_few + 1] and _same(
-            few[at_few : at_few + 1], more[at_more : at_more + 1]
-        ):
-            at_few, at_more = at_few + 1, at_more + 1
-            continue
-        length = _added(few, more, begun_few, at_few, at_more)
-        if not length:  # a size that depends on the number of repetitions
+        here = few[at_few : at_few + 1], more[at_more : at_more + 1]
+        length = 0 if _same(*here) else _added(few, more, begun_few, at_few, at_more)
+        if not length:  # alike, or of a size that depends on the number of repetitions
             at_few, at_more = at_few + 1, at_more + 1
             continue
         start, count = at_few, 0
