@@ -43,6 +43,13 @@ def test_nothing_is_removed_from_a_model_with_fewer() -> None:
     assert left(model) == [0, 1, 2] and shorten.removed == 0
 
 
+def test_nothing_is_removed_where_that_is_not_worth_it() -> None:
+    for least, layers in ((28, 4), (29, 32)):
+        shorten, model = Shortening(4, least=least), uniform(32)
+        shorten(model)
+        assert (len(model.layers), shorten.removed) == (layers, 32 - layers)
+
+
 def test_layers_of_several_kinds_are_kept_in_whole_patterns() -> None:
     """Full attention in every sixth layer, and two more at the end."""
     model = Model(*(Layer(n, None if n % 6 == 5 else 512) for n in range(62)))

@@ -28,10 +28,12 @@ class Shortening:
     Args:
         kept: number of repetitions that are left.
         period: number of layers after which something else repeats, such as checkpointing every second one.
+        least: number of repetitions that are worth removing; a model with fewer of them to remove is left
+            whole.
     """
 
-    def __init__(self, kept: int, period: int = 1) -> None:
-        self._kept, self._period = kept, period
+    def __init__(self, kept: int, period: int = 1, least: int = 1) -> None:
+        self._kept, self._period, self._least = kept, period, least
         self._deepest: tuple[_Run, int] | None = None
         self.repetitions = 0
         """The number of repetitions that the model has."""
@@ -39,7 +41,8 @@ class Shortening:
     @property
     def removed(self) -> int:
         """The number of repetitions that are removed."""
-        return max(0, self.repetitions - self._kept)
+        removed = self.repetitions - self._kept
+        return removed if removed >= self._least else 0
 
     @property
     def removed_layers(self) -> int:

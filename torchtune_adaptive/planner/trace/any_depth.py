@@ -17,7 +17,7 @@ from torchtune_adaptive.planner.trace.step_tracer import StepTracer
 
 log = logging.getLogger(__name__)
 
-_KEPT = (4, 13)
+_KEPT = (5, 13)
 """Repetitions of layers that are traced, and one more, until these tell. What offloads works on several
 layers at once, so more of them differ from the others."""
 
@@ -108,16 +108,15 @@ class AnyDepth(Generic[Tracer]):
     def _shallower(self, kept: int, period: int) -> _Shallow[Tracer] | None:
         """The models of which so many repetitions are kept, and one more; None if that saves nothing."""
         if (kept, period) not in self._shallow:
-            shortening = Shortening(kept, period)
+            shortening = Shortening(kept, period, kept + 2)  # fewer than both have
             tracer = self._make(shortening)
-            if shortening.removed <= kept + 1:
-                self._shallow[kept, period] = None
-                if not shortening.removed and self._whole is None:
-                    self._whole = self._begun(tracer)
-            else:
+            if shortening.removed:
                 more = self._make(Shortening(kept + 1, period))
                 pair = self._begun(tracer), self._begun(more)
                 self._shallow[kept, period] = _Shallow(*pair, shortening.removed)
+            else:  # nor would more of them save anything
+                self._shallow |= dict.fromkeys((each, period) for each in _KEPT)
+                self._whole = self._whole or self._begun(tracer)
         return self._shallow[kept, period]
 
     def _the_whole(self) -> _Begun[Tracer]:

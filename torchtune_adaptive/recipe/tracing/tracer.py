@@ -28,11 +28,7 @@ from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.phase_names import SCORING
 from torchtune_adaptive.recipe.setup.environment import Environment
-from torchtune_adaptive.recipe.setup.model import (
-    compile_backend,
-    initialize_ropes,
-    parameters_by_name,
-)
+from torchtune_adaptive.recipe.setup.model import compile_backend, initialize_ropes
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 from torchtune_adaptive.recipe.setup.offloading import Offloading
 from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
@@ -95,7 +91,7 @@ class Tracer(StepTracer):
         home = torch.device("cpu") if offloaded else self.device
         with self.tracing():
             for each in models:
-                fill(each, home, parameters_by_name(each))
+                fill(each, home)
                 _initialize_fake_ropes(each, environment)
             self._images = Images.of(model)
             if self._images is not None:
