@@ -47,10 +47,11 @@ class Seconds(NamedTuple):
 def seconds(question: str, of_all_layers: bool) -> Seconds:
     """Ask in a process of its own, with an empty cache."""
     here = Path(__file__).parent
+    start = PLAN.format(OF_ALL_LAYERS * of_all_layers)
     cpu, started = _cpu_seconds(), time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:
         with subprocess.Popen(
-            [sys.executable, "-c", PLAN.format(OF_ALL_LAYERS * of_all_layers), "plan"] + question.split(),
+            [sys.executable, "-c", start, "plan", *question.split()],
             env=os.environ | {"XDG_CACHE_HOME": cache, "PYTHONPATH": f"{here.parent}:{here}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

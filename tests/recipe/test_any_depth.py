@@ -1,17 +1,23 @@
-"""A deep model is planned by a few of its layers: its steps are those of the model itself, to the byte."""
+"""A deep model is planned by a few of its layers: its steps are those of the model itself, to the byte.
+
+Widths are those of the configs. Wholes have fewer layers than the configs, but more than what is computed
+from needs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from tests.helpers.ranks import run_ranks
-from tests.recipe.test_plan_is_exact import a_config
+from tests.helpers.torchvision import use_torchvision
 from torchtune_adaptive.planner import RecordedStep, deep_step
 from torchtune_adaptive.planner.trace import any_depth
+from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import load_config, with_overrides
 from torchtune_adaptive.recipe.settings.asked import Asked
@@ -21,21 +27,92 @@ from torchtune_adaptive.recipe.tracing.traces import Traces
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
-ON_GPUS = {
-    "device": "cuda",
-    "dtype": "bf16",
-    "batch_size": 2,
-    "adaptive_batching": {"cache": False},
-}
-EVERY_SECOND = {"ac_mode": "selective", "ac_option": 2}
-IN_BACKWARD = {"optimizer_in_bwd": True, "clip_grad_norm": None}
+LENGTH = 512
+SHALLOW, SHALLOW_IF_OFFLOADED = 14, 30
+"""Repetitions of layers in the wholes."""
+TENSOR_PARALLEL = (
+    "tensor_parallel_dim=2",
+    "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan",
+    "optimizer.fused=False",
+)
+CHECKPOINTED = "enable_activation_checkpointing=True"
+OFFLOADED = (CHECKPOINTED, "enable_activation_offloading=True")
+IN_BACKWARD = ("optimizer_in_bwd=True", "clip_grad_norm=null", "gradient_accumulation_steps=1")
+PATTERN = "ac_mode=selective"
+PACKED = ("dataset.packed=True", "tokenizer.max_seq_len=512")
+COMPILED = "compile=True"
+
+Case = tuple[int, str, tuple[str, ...]]
+"""The number of ranks, the name of a config, and what is changed in it."""
 
 
-def a_small_run(kind: str, changes: dict[str, Any], layers: int) -> Asked:
-    cfg = a_config(kind, "ac_mode" in changes, 2 - ("optimizer_in_bwd" in changes), 512)
-    merged = OmegaConf.merge(cfg, ON_GPUS, {"model": {"num_layers": layers}}, changes)
-    assert isinstance(merged, DictConfig)
-    return Asked.of(merged)
+def case(ranks: int, name: str, *changes: str) -> Case:
+    return ranks, name, changes
+
+
+MODELS = [
+    case(2, "llama2/7B_full"),
+    case(1, "llama2/7B_qlora_single_device"),
+    case(2, "llama2/70B_qlora"),
+    case(1, "code_llama2/7B_lora_single_device"),
+    case(2, "llama3/8B_full"),
+    case(1, "llama3/8B_dora_single_device"),
+    case(8, "llama3_1/8B_full"),
+    case(8, "llama3_1/405B_qlora"),
+    case(2, "llama3_2/1B_full"),
+    case(1, "llama3_2/3B_lora_single_device"),
+    case(8, "llama3_3/70B_full"),
+    case(2, "llama3_3/70B_qlora"),
+    case(2, "mistral/7B_full"),
+    case(1, "mistral/7B_qlora_single_device"),
+    case(2, "gemma/2B_full"),
+    case(1, "gemma/7B_lora_single_device"),
+    case(2, "gemma2/2B_full"),  # every second layer attends to a window
+    case(1, "gemma2/9B_qlora_single_device"),
+    case(2, "phi3/mini_full"),
+    case(1, "phi3/mini_qlora_single_device"),
+    case(2, "phi4/14B_lora"),
+    case(2, "qwen2/7B_full"),
+    case(1, "qwen2/0.5B_lora_single_device"),
+    case(2, "qwen2_5/3B_full"),
+    case(8, "qwen2_5/72B_lora"),
+]
+KINDS = [
+    case(1, "llama3_1/8B_full_single_device"),
+    case(2, "llama3_1/8B_lora"),
+    case(1, "llama3_1/8B_qlora_single_device"),
+    case(2, "llama3_1/8B_full_dpo"),
+    case(1, "llama3_1/8B_lora_dpo_single_device"),
+    case(2, "llama3_1/8B_lora_dpo"),
+    case(2, "llama3_2/8B_to_1B_KD_lora_distributed"),
+    case(1, "qwen2/1.5_to_0.5B_KD_lora_single_device"),
+    case(2, "llama3/8B_qat_full"),
+    case(2, "llama3_1/8B_qat_lora"),
+    case(2, "llama3_1/8B_adaptive_grpo"),
+    case(1, "llama3_2/3B_adaptive_grpo_lora"),
+    case(1, "mistral/7B_full_ppo_low_memory"),
+]
+SETTINGS = [
+    case(7, "llama3_1/8B_full"),
+    case(4, "llama3_1/8B_full", "data_parallel_shard_dim=2", "data_parallel_replicate_dim=2"),
+    case(4, "llama3_1/8B_full", *TENSOR_PARALLEL),
+    case(2, "llama3_1/8B_full", *TENSOR_PARALLEL),
+    case(2, "llama3_1/8B_full", "fsdp_cpu_offload=True", "optimizer.fused=False"),
+    case(2, "llama3_1/8B_full", "fsdp_reshard_after_forward=False"),
+    case(2, "llama3_1/8B_full", "custom_sharded_layers=[tok_embeddings,output]"),
+    case(2, "llama3_1/8B_full", CHECKPOINTED),
+    case(2, "llama3_1/8B_full", CHECKPOINTED, PATTERN, "ac_option=2"),
+    case(1, "llama3_1/8B_lora_single_device", CHECKPOINTED, PATTERN, "ac_option=3"),
+    case(1, "llama3_1/8B_lora_single_device", "enable_activation_checkpointing=False"),
+    case(2, "llama3_1/8B_full", *IN_BACKWARD),
+    case(2, "llama3_1/8B_full", *PACKED),
+    case(2, "llama3_1/8B_full", *OFFLOADED),
+    case(2, "llama3_1/8B_lora", *OFFLOADED),
+    case(1, "llama3_1/8B_qlora_single_device", *OFFLOADED),
+    case(1, "llama2/7B_full_low_memory"),
+    case(2, "llama3_1/8B_full", COMPILED),
+    case(1, "llama3_1/8B_lora_single_device", COMPILED, *PACKED),
+]
 
 
 def numbered(*steps: RecordedStep) -> list[Any]:
@@ -44,63 +121,79 @@ def numbered(*steps: RecordedStep) -> list[Any]:
     return [deep_step._of_memory(*steps), *noted]
 
 
-def traced(asked: Asked, ranks: int, length: int) -> tuple[list[Any], list[int]]:
-    """All steps that a plan is made of; and the number of layers of each model that was traced for them."""
+def traced(asked: Asked, ranks: int, shallow: Callable[[], Shortening]) -> tuple[Any, list[int]]:
+    """All that a plan is made of, for models that are shortened before anything looks at them; and the number
+    of layers of each model that was traced."""
     made: list[int] = []
 
     class Counted(tracer.Tracer):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(
+            self, asked: Asked, ranks: int, rank: int, shorten: Callable[[nn.Module], None]
+        ) -> None:
+            first = shallow()
+            super().__init__(asked, ranks, rank, lambda model: (first(model), shorten(model))[1])
             made.append(self.layers)
 
     with mock.patch.object(tracer, "Tracer", Counted):
         traces = Traces(asked, ranks, 0)
-        start_up = traces.start_up(length)
-        found = [numbered(start_up.set_up, start_up.first_step), traces.layers, traces.uneven]
-        found += [numbered(traces.step(rows, length)) for rows in (2, 3)]
-        found.append(numbered(traces.noted(2, length)))
+        start_up = traces.start_up(LENGTH)
+        found: dict[str, Any] = {"start-up": numbered(start_up.set_up, start_up.first_step)}
+        for rows in (11, 13) if traces.compiled else (2, 3):
+            found[f"{rows} rows"] = numbered(traces.step(rows, LENGTH))
+        found["noted"] = numbered(traces.noted(2, LENGTH))
         if asked.kind.generates:
-            phases = [*([GATHERING] if ranks > 1 else []), GENERATION, SCORING]
-            found += [numbered(traces.of_phase(phase, 2, length)) for phase in phases]
+            for phase in (*([GATHERING] if ranks > 1 else []), GENERATION, SCORING):
+                found[phase] = numbered(traces.of_phase(phase, 2, LENGTH))
+        found["model"] = traces.layers, traces.uneven, traces.max_seq_len, traces.as_written
     return found, made
 
 
-def few_and_all(asked: Asked, ranks: int, length: int) -> list[int]:
-    """Compare what few layers tell with what all do; returns the numbers of layers that were traced."""
-    few, made = traced(asked, ranks, length)
+def few_and_all(ranks: int, name: str, changes: tuple[str, ...]) -> None:
+    cfg = with_overrides(load_config(name), ["adaptive_batching.cache=False", *changes])
+    asked = plan_request(cfg, ranks, "h100-80gb", length=LENGTH).asked
+    period = int(asked["ac_option"]) if PATTERN in changes else 1
+    repetitions = SHALLOW_IF_OFFLOADED if asked["enable_activation_offloading"] else SHALLOW
+
+    def shallow() -> Shortening:
+        return Shortening(repetitions, period)
+
+    few, made = traced(asked, ranks, shallow)
     with mock.patch.object(any_depth, "_KEPT", ()):
-        whole, whole_made = traced(asked, ranks, length)
-    assert whole_made == [whole[1]]
-    assert few[1:3] == whole[1:3]
-    for one, other in zip(few[0], whole[0], strict=True):
-        assert one == other
-    assert few == whole
-    return made
+        whole, whole_made = traced(asked, ranks, shallow)
+    for what in whole:
+        assert few[what] == whole[what], (what, made)
+    assert len(whole_made) == 1 and max(made) < whole_made[0], (made, whole_made)
 
 
-def few_and_all_of_small_runs(kinds: list[tuple[str, dict[str, Any]]], ranks: int) -> None:
-    for kind, changes in kinds:
-        in_pairs = changes == EVERY_SECOND
-        made = few_and_all(a_small_run(kind, changes, 21 if in_pairs else 12), ranks, 64)
-        assert made == ([9, 11] if in_pairs else [4, 5]), (kind, changes)
+def label(one: Case) -> str:
+    ranks, name, changes = one
+    return " ".join([str(ranks), name, *(change.rpartition("_")[2] for change in changes)])
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_steps_are_those_of_all_layers(ranks: int) -> None:
-    kinds: list[tuple[str, dict[str, Any]]] = [
-        ("full", {}),
-        ("lora", {"ac_mode": None}),
-        ("full_dpo", {}),
-        ("full", EVERY_SECOND),
-        ("full", IN_BACKWARD),
-        ("qat", {}),
-    ]
-    if ranks < 3:
-        kinds.append(("qlora", {}))  # its parts must come out even
-    run_ranks(few_and_all_of_small_runs, 1, kinds, ranks, join=False)
+@pytest.mark.parametrize("one", MODELS, ids=label)
+def test_steps_of_every_model_are_those_of_all_its_layers(one: Case) -> None:
+    run_ranks(few_and_all, 1, *one, join=False)
 
 
-def few_and_all_of_a_config(name: str, ranks: int, length: int, changes: list[str]) -> list[int]:
-    cfg = with_overrides(load_config(name), ["adaptive_batching.cache=False", *changes])
-    return few_and_all(plan_request(cfg, ranks, "h100-80gb", length=length).asked, ranks, length)
+@pytest.mark.rotating
+@pytest.mark.parametrize("one", KINDS, ids=label)
+def test_steps_of_every_kind_are_those_of_all_layers(one: Case) -> None:
+    run_ranks(few_and_all, 1, *one, join=False)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("one", SETTINGS, ids=label)
+def test_steps_with_any_settings_are_those_of_all_layers(one: Case) -> None:
+    run_ranks(few_and_all, 1, *one, join=False)
+
+
+@pytest.mark.exhaustive
+def test_steps_with_images_are_those_of_all_layers() -> None:
+    use_torchvision()
+    run_ranks(few_and_all_with_images, 1, *case(2, "llama3_2_vision/90B_lora"), join=False)
+
+
+def few_and_all_with_images(*one: Any) -> None:
+    use_torchvision()
+    few_and_all(*one)

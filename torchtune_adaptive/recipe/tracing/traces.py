@@ -19,7 +19,7 @@ from torchtune_adaptive.common import (
     package_fingerprint,
 )
 from torchtune_adaptive.core import Choice, knobs
-from torchtune_adaptive.planner import AnyDepth, RecordedStep, StartUp, TracedRun
+from torchtune_adaptive.planner import RecordedStep, StartUp, TracedRun
 from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
 from torchtune_adaptive.recipe.settings.fingerprint import step_facts
 from torchtune_adaptive.recipe.settings.keys import KEYS
@@ -165,6 +165,7 @@ class Traces:
     def _begin(self, size: tuple[int, int]) -> None:
         if not self._may_trace:
             raise NotRemembered("not remembered")
+        from torchtune_adaptive.planner import AnyDepth
         from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
         self._tracer = tracer = AnyDepth(
