@@ -112,6 +112,7 @@ class AnyDepth(Generic[Tracer]):
             tracer = self._make(shortening)
             if shortening.removed:
                 more = self._make(Shortening(kept + 1, period))
+                more.compile_with(tracer)
                 pair = self._begun(tracer), self._begun(more)
                 self._shallow[kept, period] = _Shallow(*pair, shortening.removed)
             else:  # nor would more of them save anything

@@ -44,6 +44,10 @@ class CompiledRegions:
         self.failed = ""
         """The reason why a function runs as it is written; empty if none does."""
 
+    def share(self, other: CompiledRegions) -> None:
+        """Compile nothing that others have compiled, nor they what these have."""
+        self._known = other._known
+
     @contextmanager
     def as_written(self) -> Iterator[None]:
         """A context in which nothing is compiled."""

@@ -130,6 +130,11 @@ class StepTracer:
         if not self._not_followed:
             self.regions = CompiledRegions(self.device, self._fake)
 
+    def compile_with(self, other: StepTracer) -> None:
+        """Compile what is alike in both once."""
+        if self.regions is not None and other.regions is not None:
+            self.regions.share(other.regions)
+
     @property
     def as_written(self) -> str:
         """The reason why something that is compiled runs as it is written; empty if nothing does."""
