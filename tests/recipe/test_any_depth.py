@@ -102,10 +102,12 @@ SETTINGS = [
     case(2, "llama3_1/8B_full", "custom_sharded_layers=[tok_embeddings,output]"),
     case(2, "llama3_1/8B_full", CHECKPOINTED),
     case(2, "llama3_1/8B_full", CHECKPOINTED, PATTERN, "ac_option=2"),
-    case(1, "llama3_1/8B_lora_single_device", CHECKPOINTED, PATTERN, "ac_option=3"),
+    case(1, "llama3_1/8B_full_single_device", CHECKPOINTED, PATTERN, "ac_option=3"),
     case(1, "llama3_1/8B_lora_single_device", "enable_activation_checkpointing=False"),
     case(2, "llama3_1/8B_full", *IN_BACKWARD),
     case(2, "llama3_1/8B_full", *PACKED),
+]
+SLOW = [
     case(2, "llama3_1/8B_full", *OFFLOADED),
     case(2, "llama3_1/8B_lora", *OFFLOADED),
     case(1, "llama3_1/8B_qlora_single_device", *OFFLOADED),
@@ -185,6 +187,12 @@ def test_steps_of_every_kind_are_those_of_all_layers(one: Case) -> None:
 @pytest.mark.rotating
 @pytest.mark.parametrize("one", SETTINGS, ids=label)
 def test_steps_with_any_settings_are_those_of_all_layers(one: Case) -> None:
+    run_ranks(few_and_all, 1, *one, join=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("one", SLOW, ids=label)
+def test_steps_that_take_long_to_trace_are_those_of_all_layers(one: Case) -> None:
     run_ranks(few_and_all, 1, *one, join=False)
 
 
