@@ -42,7 +42,14 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
     for path in PACKAGE.rglob("*.py")
 }
-WITHOUT_TORCH = ("common", "schedule", "core.sizes", "planner.memory", "planner.speed", "planner.deep_step")
+WITHOUT_TORCH = (
+    "common",
+    "schedule",
+    "core.sizes",
+    "planner.memory",
+    "planner.speed",
+    "planner.deep_step",
+)
 FOREIGN = {"omegaconf", "yaml", "torchtune", "torchao", "torchtune_adaptive.recipe"}
 
 

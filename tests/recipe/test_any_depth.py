@@ -193,13 +193,15 @@ def test_steps_with_any_settings_are_those_of_all_layers(one: Case) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("one", SLOW, ids=label)
 def test_steps_that_take_long_to_trace_are_those_of_all_layers(one: Case) -> None:
-    run_ranks(few_and_all, 1, *one, join=False)
+    run_ranks(few_and_all, 1, *one, join=False, timeout=900)
 
 
 @pytest.mark.exhaustive
 def test_steps_with_images_are_those_of_all_layers() -> None:
     use_torchvision()
-    run_ranks(few_and_all_with_images, 1, *case(2, "llama3_2_vision/90B_lora"), join=False)
+    run_ranks(
+        few_and_all_with_images, 1, *case(2, "llama3_2_vision/90B_lora"), join=False, timeout=900
+    )
 
 
 def few_and_all_with_images(*one: Any) -> None:

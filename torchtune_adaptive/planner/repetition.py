@@ -41,7 +41,7 @@ class Element(NamedTuple):
     """Another number that moves with the repetition, such as that of a layer."""
 
 
-class _Part(NamedTuple):
+class _Stretch(NamedTuple):
     """A part of both sequences, where it begins in each, and the length of each of its repetitions."""
 
     at_few: int
@@ -83,8 +83,8 @@ def _moved(few: Sequence[Element], more: Sequence[Element], times: int) -> Itera
 def _repeated(
     few: Sequence[Element],
     more: Sequence[Element],
-    parts: Sequence[_Part],
-    part: _Part,
+    parts: Sequence[_Stretch],
+    part: _Stretch,
     times: int,
 ) -> Iterator[Element]:
     """A part with its repetitions."""
@@ -105,7 +105,7 @@ def _repeated(
 
 
 def _middle(
-    a: Sequence[Sequence[Element]], b: Sequence[Sequence[Element]], parts: Sequence[_Part]
+    a: Sequence[Sequence[Element]], b: Sequence[Sequence[Element]], parts: Sequence[_Stretch]
 ) -> int:
     """The number of repetitions before those that are added: where both sequences show that what they refer
     to is linear."""
@@ -136,7 +136,7 @@ def _step(one: Element, other: Element) -> tuple[int, int]:
     return (other.refers_to or 0) - (one.refers_to or 0), other.number - one.number
 
 
-def _parts(few: Sequence[Element], more: Sequence[Element]) -> Iterator[_Part]:
+def _parts(few: Sequence[Element], more: Sequence[Element]) -> Iterator[_Stretch]:
     """The parts of two sequences, in order."""
     begun_few = begun_more = at_few = at_more = 0
     while at_few < len(few) or at_more < len(more):
@@ -150,11 +150,11 @@ def _parts(few: Sequence[Element], more: Sequence[Element]) -> Iterator[_Part]:
         while start - length >= begun_few and _same(few[start - length : start], repeated):
             start, count = start - length, count + 1
         before = start - begun_few
-        yield _Part(begun_few, begun_more, before, 0)
-        yield _Part(start, begun_more + before, length, count)
+        yield _Stretch(begun_few, begun_more, before, 0)
+        yield _Stretch(start, begun_more + before, length, count)
         at_more += length
         begun_few, begun_more = at_few, at_more
-    yield _Part(begun_few, begun_more, at_few - begun_few, 0)
+    yield _Stretch(begun_few, begun_more, at_few - begun_few, 0)
 
 
 def _same(some: Sequence[Element], others: Sequence[Element]) -> bool:

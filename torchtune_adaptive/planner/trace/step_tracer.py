@@ -133,7 +133,7 @@ class StepTracer:
     def compile_with(self, other: StepTracer) -> None:
         """Compile what is alike in both once."""
         if self.regions is not None and other.regions is not None:
-            self.regions.share(other.regions)
+            self.regions.known = other.regions.known
 
     @property
     def as_written(self) -> str:
