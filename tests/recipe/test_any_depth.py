@@ -28,6 +28,7 @@ from torchtune_adaptive.recipe.tracing.traces import Traces
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 LENGTH = 512
+"""Tokens of a row; of a prompt, where rows are generated."""
 SHALLOW, SHALLOW_IF_OFFLOADED = 14, 30
 """Repetitions of layers in the wholes."""
 TENSOR_PARALLEL = (
@@ -123,7 +124,9 @@ def numbered(*steps: RecordedStep) -> list[Any]:
     return [deep_step._of_memory(*steps), *noted]
 
 
-def traced(asked: Asked, ranks: int, shallow: Callable[[], Shortening]) -> tuple[Any, list[int]]:
+def traced(
+    asked: Asked, ranks: int, length: int, shallow: Callable[[], Shortening]
+) -> tuple[Any, list[int]]:
     """All that a plan is made of, for models that are shortened before anything looks at them; and the number
     of layers of each model that was traced."""
     made: list[int] = []
@@ -138,30 +141,31 @@ def traced(asked: Asked, ranks: int, shallow: Callable[[], Shortening]) -> tuple
 
     with mock.patch.object(tracer, "Tracer", Counted):
         traces = Traces(asked, ranks, 0)
-        start_up = traces.start_up(LENGTH)
+        start_up = traces.start_up(length)
         found: dict[str, Any] = {"start-up": numbered(start_up.set_up, start_up.first_step)}
         for rows in (11, 13) if traces.compiled else (2, 3):
-            found[f"{rows} rows"] = numbered(traces.step(rows, LENGTH))
-        found["noted"] = numbered(traces.noted(2, LENGTH))
+            found[f"{rows} rows"] = numbered(traces.step(rows, length))
+        found["noted"] = numbered(traces.noted(2, length))
         if asked.kind.generates:
             for phase in (*([GATHERING] if ranks > 1 else []), GENERATION, SCORING):
-                found[phase] = numbered(traces.of_phase(phase, 2, LENGTH))
+                found[phase] = numbered(traces.of_phase(phase, 2, length))
         found["model"] = traces.layers, traces.uneven, traces.max_seq_len, traces.as_written
     return found, made
 
 
 def few_and_all(ranks: int, name: str, changes: tuple[str, ...]) -> None:
     cfg = with_overrides(load_config(name), ["adaptive_batching.cache=False", *changes])
-    asked = plan_request(cfg, ranks, "h100-80gb", length=LENGTH).asked
+    plan = plan_request(cfg, ranks, "h100-80gb", length=LENGTH)
+    asked = plan.asked
     period = int(asked["ac_option"]) if PATTERN in changes else 1
     repetitions = SHALLOW_IF_OFFLOADED if asked["enable_activation_offloading"] else SHALLOW
 
     def shallow() -> Shortening:
         return Shortening(repetitions, period)
 
-    few, made = traced(asked, ranks, shallow)
+    few, made = traced(asked, ranks, plan.length, shallow)
     with mock.patch.object(any_depth, "_KEPT", ()):
-        whole, whole_made = traced(asked, ranks, shallow)
+        whole, whole_made = traced(asked, ranks, plan.length, shallow)
     for what in whole:
         assert few[what] == whole[what], (what, made)
     assert len(whole_made) == 1 and max(made) < whole_made[0], (made, whole_made)
