@@ -233,7 +233,9 @@ def _on_meta(
 ) -> nn.Module:
     """The model of a block without memory: each rank will only ever hold its part."""
     with training.set_default_dtype(environment.dtype), torch.device("meta"):
-        model = prepare(make(asked.cfg[block], block))
+        model = make(asked.cfg[block], block)
+        environment.shorten(model)
+        model = prepare(model)
     if environment.context:
         prepare_for_parts(model, environment.context.parts)
     if asked["compile"]:
