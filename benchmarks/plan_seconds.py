@@ -49,21 +49,21 @@ def seconds(question: str, of_all_layers: bool) -> Seconds:
     here = Path(__file__).parent
     start = PLAN.format(OF_ALL_LAYERS * of_all_layers)
     cpu, started = _cpu_seconds(), time.perf_counter()
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile() as progress:
         with subprocess.Popen(
             [sys.executable, "-c", start, "plan", *question.split()],
             env=os.environ | {"XDG_CACHE_HOME": cache, "PYTHONPATH": f"{here.parent}:{here}"},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=progress,
         ) as process:
-            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout is not None
             said = process.stdout.readline()
             headline = time.perf_counter() - started
             process.stdout.read()
-            problem = process.stderr.read().decode()
         everything = time.perf_counter() - started
         if not said:
-            raise SystemExit(f"{question}: {problem}")
+            progress.seek(0)
+            raise SystemExit(f"{question}: {progress.read().decode()}")
         with suppress(ChildProcessError):
             while True:  # processes that the command has left to end by themselves
                 os.wait()

@@ -98,8 +98,10 @@ def _of_operations(step: StepOperations) -> list[Element]:
 
 def _operations(elements: Iterable[Element]) -> StepOperations:
     """The step with these operations. Its events are numbered from 1."""
+    elements = [*elements]
     parts: list[list[Operation]] = []
     events: dict[int, int] = {}
+    of_sizes: dict[tuple[int, int], Operation] = {}  # repetitions are of the same kinds and sizes
     for place, (kind, sizes, refers_to, repeats) in enumerate(elements):
         if kind == _BEGINS:
             parts.append([])
@@ -110,15 +112,14 @@ def _operations(elements: Iterable[Element]) -> StepOperations:
             event = events[place] = len(events) + 1
         elif refers_to is not None:
             event = _found(events, refers_to)
-        flops, nbytes, fused_bytes, *shape = sizes
-        operation = kind._replace(
-            flops=flops,
-            nbytes=nbytes,
-            fused_bytes=fused_bytes,
-            shape=tuple(shape),
-            repeats=repeats or kind.repeats,
-            event=event,
-        )
+        operation = of_sizes.get((id(kind), id(sizes)))
+        if operation is None:
+            flops, nbytes, fused_bytes, *shape = sizes
+            operation = of_sizes[id(kind), id(sizes)] = kind._replace(
+                flops=flops, nbytes=nbytes, fused_bytes=fused_bytes, shape=tuple(shape)
+            )
+        if repeats or event != kind.event:
+            operation = operation._replace(repeats=repeats or kind.repeats, event=event)
         parts[-1].append(operation)
     return StepOperations(parts[:-1], parts[-1])
 

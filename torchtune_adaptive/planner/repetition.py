@@ -98,6 +98,9 @@ def _repeated(
     steps = [_step(x, y) for x, y in zip(b[middle - 1], b[middle], strict=True)]
     for n in range(1, times + 1):
         for element, (to, number) in zip(before, steps, strict=True):
+            if not to and not number:
+                yield element
+                continue
             refers_to = None if element.refers_to is None else element.refers_to + n * to
             yield Element(element.kind, element.sizes, refers_to, element.number + n * number)
     for n in range(middle, count):

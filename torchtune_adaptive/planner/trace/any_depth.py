@@ -17,7 +17,7 @@ from torchtune_adaptive.planner.trace.step_tracer import StepTracer
 
 log = logging.getLogger(__name__)
 
-_KEPT = (5, 13)
+_KEPT = (4, 13)
 """Repetitions of layers that are traced, and one more, until these tell. What offloads works on several
 layers at once, so more of them differ from the others."""
 
