@@ -188,10 +188,21 @@ class _DeviceModule:
         return [torch.bfloat16, torch.float16]
 
 
+_SINGLE_KERNELS = ("mish_backward", "native_channel_shuffle", "silu_backward")
+"""Operations that torch takes apart on a device without a kernel for them. CPUs and GPUs have one."""
+_kernels = torch.library.Library("aten", "IMPL")
+
+
+def _kernel(*_: Any) -> Any:
+    raise AssertionError("tensors of the fake device are fake")
+
+
 def device() -> torch.device:
     """Register the fake device with torch, and return it."""
     if not hasattr(torch, NAME):
         private.register_device(NAME, backend_module=_DeviceModule())
+        for operation in _SINGLE_KERNELS:
+            _kernels.impl(operation, _kernel, "PrivateUse1")
     return torch.device(NAME, 0)
 
 
