@@ -321,6 +321,14 @@ CLAIMS = [
     ),
     Claim(
         "docs/results/README.md",
+        r"([\d.]+) s until the first answer for 8B on 8 GPUs, ([\d.]+) s for 70B QLoRA",
+        lambda: [
+            column(blocks("plan_seconds.md", "headline")[0], row, 0)
+            for row in ("8B full, 8 x H100", "70B QLoRA, 2 x 4090")
+        ],
+    ),
+    Claim(
+        "docs/results/README.md",
         r"of 4,096 ranks: ([\d.]+) ms to pack a step, (\d+) ms of the store's CPU .*?, (\d+) s for a plan",
         lambda: [
             column(blocks("scale.md", "ranks")[0], row, 3)
