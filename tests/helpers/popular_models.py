@@ -1,4 +1,4 @@
-"""Models of the Hub that many people train, each as a tiny copy, and the answer to ``plan --trainer SFTTrainer``.
+"""Models of the Hub that many people train, as tiny copies, and what ``plan --trainer SFTTrainer`` says.
 
 Their page is ``docs/models.md``: ``python -m tests.helpers.popular_models`` prints its table.
 """

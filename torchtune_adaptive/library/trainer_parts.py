@@ -36,8 +36,8 @@ class Traceable(TorchFunctionMode):
         if name in ("grouped_mm", "_grouped_mm") and args[1].dtype != torch.bfloat16:
             dtype = str(args[1].dtype).removeprefix("torch.")
             raise NoPrediction(
-                f"dtype: {dtype} weights of experts, which autocast leaves as they are, cannot be traced. Set "
-                "dtype=bfloat16."
+                f"dtype: {dtype} weights of experts, which autocast leaves as they are, cannot be traced. "
+                "Set dtype=bfloat16."
             )
         return func(*args, **(kwargs or {}))
 
