@@ -31,7 +31,7 @@ def call() -> Iterator[Call]:
         yield found
 
 
-@pytest.mark.rotating(4)
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("model", POPULAR, ids=lambda model: model.name)
 def test_a_model_is_planned_or_refused_by_name(model: Popular, call: Call, tmp_path: Path) -> None:
     write_tiny(tmp_path, model)

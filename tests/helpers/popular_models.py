@@ -58,7 +58,7 @@ LOOPS = "refused: tokens are computed one after the other"
 WORDS: dict[str, Sequence[str]] = {
     FITS: (),
     HALF: ("dtype=bfloat16",),
-    PLAIN: ("gradient_checkpointing=false", "dtype=bfloat16"),
+    PLAIN: ("gradient_checkpointing=false",),
     TRAINER: ("--trainer", "Trainer", "dtype=bfloat16", "bf16=true"),
 }
 """What the command needs to plan a model with that answer."""
@@ -98,7 +98,10 @@ POPULAR = [
     Popular("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama"),
     Popular("deepseek-ai/DeepSeek-V2-Lite", "deepseek_v2", HALF, {**LATENT, "q_lora_rank": None}),
     Popular(
-        "deepseek-ai/DeepSeek-V3", "deepseek_v3", HALF, {**LATENT, "n_group": 2, "topk_group": 1}
+        "deepseek-ai/DeepSeek-V3",
+        "deepseek_v3",
+        HALF,
+        {**LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     ),
     Popular("mistralai/Mistral-7B-v0.1", "mistral", FITS, {"sliding_window": 16}),
     Popular("mistralai/Mistral-Nemo-Base-2407", "mistral", FITS, {"head_dim": 32}),
@@ -161,7 +164,6 @@ POPULAR = [
     Popular("swiss-ai/Apertus-8B-Instruct-2509", "apertus"),
     Popular("arcee-ai/AFM-4.5B", "arcee"),
     Popular("MiniMaxAI/MiniMax-M2", "minimax_m2", HALF),
-    Popular("jetmoe/jetmoe-8b", "jetmoe", PLAIN),
 ]
 
 
