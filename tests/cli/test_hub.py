@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from tests.helpers.hub import cached, hub
 from tests.helpers.hugging_face import LLAMA_1B
 from tests.helpers.runs import BIN
-from torchtune_adaptive.cli.hub import Model, model_of
+from torchtune_adaptive.cli.hub import GivenModel, model_of
 from torchtune_adaptive.common import ConfigError
 
 TINY = {**LLAMA_1B, "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 128}
@@ -57,7 +57,7 @@ def test_a_folder_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
     for given in ("org/one", "org/one/config.json", str(tmp_path / "org" / "one")):
         assert model_of(given).folder.samefile(folder)
         assert model_of(given).name == "one" and not model_of(given).about
-    assert model_of("no/such/folder") == Model("folder", Path("no/such/folder"))
+    assert model_of("no/such/folder") == GivenModel("folder", Path("no/such/folder"))
 
 
 def test_what_is_in_the_cache_is_not_asked_for(

@@ -23,7 +23,7 @@ _SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Model:
+class GivenModel:
     """A model whose ``config.json`` is here."""
 
     name: str
@@ -41,7 +41,7 @@ class Model:
         return tuple(lines)
 
 
-def model_of(given: str) -> Model:
+def model_of(given: str) -> GivenModel:
     """The model that is meant by a folder, the path of a ``config.json``, or a name on the Hub. What exists
     here comes before what the Hub has by the same name.
 
@@ -50,7 +50,7 @@ def model_of(given: str) -> Model:
     """
     path = Path(given).parent if Path(given).name == _FILE else Path(given)
     if path.exists() or not is_name(given):
-        return Model(path.resolve().name, path)
+        return GivenModel(path.resolve().name, path)
     return _of_hub(given)
 
 
@@ -80,7 +80,7 @@ def torchtune_configs_of(name: str) -> Sequence[str]:
     return configs_of_model(name)
 
 
-def _of_hub(name: str) -> Model:
+def _of_hub(name: str) -> GivenModel:
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
@@ -100,9 +100,9 @@ def _of_hub(name: str) -> Model:
     return _found(name, _downloaded(name), "from the Hub")
 
 
-def _found(name: str, file: str, where: str) -> Model:
+def _found(name: str, file: str, where: str) -> GivenModel:
     folder = Path(file).parent  # named by the revision
-    return Model(name, folder, f"{where}, revision {folder.name[:7]}")
+    return GivenModel(name, folder, f"{where}, revision {folder.name[:7]}")
 
 
 def _downloaded(name: str) -> str:
