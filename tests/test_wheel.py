@@ -164,7 +164,7 @@ def assert_it_says_what_is_missing(there: Environment) -> None:
         assert f"{words[0]} needs torchtune and the recipes, which are not installed" in said
         assert said.count("\n") == 1 and said.endswith(": pip install ./library .\n")
     said = there.said("tune-adaptive", "plan", "tiny/full", status=2)
-    assert "plan without --trainer needs torchtune and the recipes" in said
+    assert "plan without --hf MODEL --trainer SFTTrainer needs torchtune and the recipes" in said
     written(there.folder, PUBLISHED["Qwen3-0.6B"][0])
     said = there.said("tune-adaptive", "plan", "--hf", ".", "--trainer", "SFTTrainer", status=2)
     assert "transformers is not installed" in said and "pip install transformers" in said

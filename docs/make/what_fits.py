@@ -73,7 +73,8 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
 _HEAD = """# What fits
 
 **Predicted, not measured.** Each cell is what `tune-adaptive plan` says: the largest micro-batch per GPU, and
-tokens/s per GPU at that size. The answers for your own config take [minutes and no GPU](planning.md).
+tokens/s per GPU at that size. The answers for your own config, or a model of the Hub, take [minutes and no
+GPU](planning.md).
 
 - The real peak is taken to be within {memory} of the predicted one, on several GPUs {memories}. Where that
   decides, the size has a star: a trial on the device may find a smaller one. 5 % of the capacity stays free.

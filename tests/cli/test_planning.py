@@ -164,15 +164,11 @@ def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
         (["tiny/full", "--method", "lora"], "is for --hf"),
         (["tiny/full", "~nothing"], "removes what the config does not have"),
         (["--hf", "/nowhere"], "'/nowhere' has no config.json that can be read"),
-        (["--hf", "qwen/Qwen2.5-7B"], "hf download qwen/Qwen2.5-7B config.json --local-dir DIR"),
-        (["meta-llama/Llama-3.1-8B"], "meta-llama/Llama-3.1-8B config.json --local-dir DIR`, then"),
+        (["meta-llama/Llama-3.1-8B"], "or its folder: --hf meta-llama/Llama-3.1-8B"),
+        (["--config", "openai/gpt-oss-20b"], "is not a config. For a model of the Hub, or its"),
         (
             ["meta-llama/Llama-3.1-8B"],
             "configs of this model are llama3_1/8B_full_single_device, llama3",
-        ),
-        (
-            ["--hf", "qwen/Qwen2.5-7B"],
-            "configs of this model are qwen2_5/7B_full_single_device, qwen2_5",
         ),
         (["Llama-3.1-8B"], "or llama3_1/8B_qlora_single_device or"),
         (["llama3_1/8B"], "Did you mean llama3_1/8B_"),
@@ -252,11 +248,6 @@ def test_a_variable_of_the_config_may_have_the_name_of_a_length(tmp_path: Path) 
     path = tmp_path / "mine.yaml"
     OmegaConf.save(OmegaConf.merge(load_config("tiny/full"), {"max_seq_len": 32}), path)
     assert _config(asked([str(path), "max_seq_len=64"]))[1].max_seq_len == 64
-
-
-def test_a_model_may_be_given_by_its_file() -> None:
-    for path in ("models/one", "models/one/config.json"):
-        assert asked(["--hf", path]).hf == Path("models/one")
 
 
 def test_a_number_of_gpus_may_stand_before_their_name() -> None:

@@ -7,8 +7,7 @@ over: the shapes of the weights and the longest rows. How positions are scaled d
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = get_args(Method)
-ConfigsOf = Callable[[str], Sequence[str]]
 
 _SHAPE = {
     "vocab_size": "vocab_size",
@@ -48,9 +46,7 @@ def config_for(folder: Path, method: Method) -> DictConfig:
     """
     from omegaconf import OmegaConf  # the recipes', as this config
 
-    from torchtune_adaptive.recipe import configs_of_model
-
-    about = read_config(folder, configs_of_model)
+    about = read_config(folder)
     module, name, arguments = _model(about, str(folder))
     model: dict[str, Any] = {"_component_": f"{module}.{name}", **arguments}
     if method != "full":
@@ -84,25 +80,8 @@ def config_for(folder: Path, method: Method) -> DictConfig:
     )
 
 
-def download_advice(name: str | Path, configs_of: ConfigsOf = lambda _: ()) -> str | None:
-    """What to plan in place of a model on the Hub, if this is the name of one and not a file: torchtune's
-    configs of it, or its ``config.json``."""
-    if not re.fullmatch(r"[\w.-]*\w/\w[\w.-]*", str(name)) or Path(name).exists():
-        return None
-    download = (
-        f"For a model of the Hub: `hf download {name} config.json --local-dir DIR`, then --hf DIR"
-    )
-    if not (configs := configs_of(str(name))):
-        return download
-    return f"torchtune's configs of this model are {', '.join(configs)}. {download}"
-
-
-def read_config(folder: Path, configs_of: ConfigsOf = lambda _: ()) -> Mapping[str, Any]:
+def read_config(folder: Path) -> Mapping[str, Any]:
     """What the ``config.json`` of a folder says.
-
-    Args:
-        folder: of a model; where it is the name of a model instead, the error says what to do.
-        configs_of: the configs of a model, for that error.
 
     Raises:
         ConfigError: there is none, or it makes no sense.
@@ -112,7 +91,7 @@ def read_config(folder: Path, configs_of: ConfigsOf = lambda _: ()) -> Mapping[s
         about = json.loads(path.read_text())
     except OSError as error:
         reason = f"has no config.json that can be read ({error.strerror})"
-        remedy = download_advice(folder, configs_of) or "Give the folder of a model"
+        remedy = "Give the folder of a model, or its name on the Hub as ORG/NAME"
         raise ConfigError("--hf", str(path.parent), reason, remedy) from None
     except ValueError as error:
         reason = f"is not JSON ({error})"

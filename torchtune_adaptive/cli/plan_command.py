@@ -14,7 +14,8 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.cli.answers import Answers
 from torchtune_adaptive.cli.candidates_report import Fastest
-from torchtune_adaptive.cli.hugging_face import config_for, download_advice
+from torchtune_adaptive.cli.hub import instead_of_config
+from torchtune_adaptive.cli.hugging_face import config_for
 from torchtune_adaptive.cli.job import Job, job
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import TraceProgress
@@ -28,7 +29,6 @@ from torchtune_adaptive.recipe import (
     Prediction,
     Query,
     compare,
-    configs_of_model,
     confirm,
     is_config_name,
     is_recipe,
@@ -55,7 +55,7 @@ def plan_config(
     name, cfg = _config(arguments)
     plan = plan_request(cfg, ranks, gpu, memory, arguments.seq_len, name, machine)
     if arguments.hf:
-        plan = replace(plan, assumptions=(_WHOSE_STEP, *plan.assumptions))
+        plan = replace(plan, assumptions=(_WHOSE_STEP, *arguments.hf.about, *plan.assumptions))
     warn_of_unused_keys(cfg, plan.asked.kind)
     report = _predict(plan, arguments)
     if arguments.json:
@@ -79,8 +79,8 @@ def _config(arguments: argparse.Namespace) -> tuple[str, DictConfig]:
     if len(names) > 1 - bool(arguments.hf):
         raise ConfigError("KEY=VALUE", names[0], "is not an override", "Write key=value")
     if arguments.hf:
-        cfg = config_for(arguments.hf, arguments.method or "full")
-        return arguments.hf.resolve().name, _changed(cfg, overrides)
+        cfg = config_for(arguments.hf.folder, arguments.method or "full")
+        return arguments.hf.name, _changed(cfg, overrides)
     if arguments.method:
         remedy = "Use a config of that method"
         raise ConfigError("--method", arguments.method, "is for --hf", remedy)
@@ -105,7 +105,7 @@ def _config_or_advice(name: str) -> DictConfig:
     try:
         return load_config(name)
     except ConfigError:
-        if is_config_name(name) or not (advice := download_advice(name, configs_of_model)):
+        if is_config_name(name) or not (advice := instead_of_config(name)):
             raise
         raise ConfigError("CONFIG", name, "is not a config", advice) from None
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtune_adaptive.cli.hub import model_of
 from torchtune_adaptive.cli.hugging_face import METHODS
 from torchtune_adaptive.cli.machine_options import add_arguments as add_machine_options
 from torchtune_adaptive.cli.machine_options import machine_told
@@ -37,7 +38,7 @@ examples:
     tune-adaptive plan llama3_1/8B_qlora_single_device --compare 4090,a6000,h100
     tune-adaptive plan llama3_1/8B_full --nproc 8 --gpu h100 --fastest
   a model of the Hub, by its config.json, as TRL trains it:
-    tune-adaptive plan --hf DIR --trainer SFTTrainer --method lora --gpu 4090
+    tune-adaptive plan --hf Qwen/Qwen3-8B --trainer SFTTrainer --method lora --gpu 4090
 """
 
 
@@ -47,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", help="a config name or a YAML file")
     add(
         "--hf",
-        type=_model_folder,
-        metavar="DIR",
-        help="instead of a config: a folder with the config.json of a Hugging Face model, or that file "
-        "(Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3; with --trainer SFTTrainer any causal language model)",
+        metavar="MODEL",
+        help="instead of a config: a model of the Hugging Face Hub (ORG/NAME), of which only config.json is "
+        "downloaded, or a folder with that file (Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3; with --trainer "
+        "SFTTrainer any causal language model)",
     )
     add(
         "--trainer",
@@ -119,11 +120,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(func=lambda arguments: sys.exit(plan_command(arguments)))
 
 
-def _model_folder(path: str) -> Path:
-    """The folder of a model, which may be given by its ``config.json``."""
-    return Path(path).parent if Path(path).name == "config.json" else Path(path)
-
-
 def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """What is asked. Overrides may stand anywhere, and options may have underscores, as torchrun's."""
     dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in words]
@@ -165,12 +161,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     ranks, gpu = _gpus(arguments.nproc, gpu, nodes)
     if arguments.seq_len is not None and arguments.seq_len < 2:
         raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
+    if arguments.hf:
+        arguments.hf = model_of(arguments.hf)
     if arguments.trainer != "torchtune":
         if not arguments.hf:
-            remedy = "Give the folder of a model"
+            remedy = "Give the model by it: ORG/NAME of the Hub, or a folder"
             raise ConfigError("--trainer", arguments.trainer, "is for --hf", remedy)
         return EXIT_STATUS[plan_transformers(arguments, ranks, gpu, memory)]
-    require_recipes("plan without --trainer")
+    require_recipes("plan without --hf MODEL --trainer SFTTrainer")
     from torchtune_adaptive.cli.plan_command import plan_config
 
     return EXIT_STATUS[plan_config(arguments, ranks, gpu, memory, machine)]

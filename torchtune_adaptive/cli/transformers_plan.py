@@ -1,4 +1,4 @@
-"""``plan --hf DIR --trainer NAME``: the step of transformers' Trainer or of TRL's, in their words."""
+"""``plan --hf MODEL --trainer NAME``: the step of transformers' Trainer or of TRL's, in their words."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def plan_transformers(
             option = f"--{name.replace('_', '-')}"
             remedy = "Leave it out, or plan torchtune's step"
             raise ConfigError(option, getattr(arguments, name), "is not for this step", remedy)
-    read_config(arguments.hf)
+    read_config(arguments.hf.folder)
     kind = gpus.gpu(gpu or gpus.DEFAULT)
     device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
     step = _step(arguments, ranks)
     capacity = memory or kind.capacity(ranks)
     plan = step.plan(gpu=kind.name, memory=capacity, headroom=_HEADROOM)
-    plan = replace(plan, assumptions=(*step.about(), *assumptions))
+    plan = replace(plan, assumptions=(*step.about(), *arguments.hf.about, *assumptions))
     verdict = device.verdict(plan.peak)
     if arguments.json:
         about = {"verdict": verdict, "device": asdict(device), "step": asdict(step)}
@@ -79,7 +79,7 @@ def _step(arguments: argparse.Namespace, ranks: int) -> TransformersStep:
     if arguments.trainer == "Trainer":  # whose defaults differ
         settings = {"bf16": False, "gradient_checkpointing": False, **settings}
     return TransformersStep(
-        folder=str(arguments.hf), ranks=ranks, lora=method == "lora", **settings
+        folder=str(arguments.hf.folder), ranks=ranks, lora=method == "lora", **settings
     )
 
 

@@ -15,14 +15,34 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import NoPrediction, UsageError
 from torchtune_adaptive.library.private import tree_map_only
 
 ALL_LINEAR = "all-linear"
 """What stands for all linear layers but the head."""
 
 
-class Autocast(TorchFunctionMode):
+class Traceable(TorchFunctionMode):
+    """What models of transformers do and a trace cannot: torch makes no tensors of lists that index one for
+    a device that is not real, and fake tensors have grouped products of bfloat16 only."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.Tensor.__getitem__:
+            tensor, at = args
+            if isinstance(at, tuple):
+                at = tuple(torch.tensor(one) if isinstance(one, list) else one for one in at)
+            return func(tensor, at)
+        name = getattr(func, "__name__", "")
+        if name in ("grouped_mm", "_grouped_mm") and args[1].dtype != torch.bfloat16:
+            dtype = str(args[1].dtype).removeprefix("torch.")
+            raise NoPrediction(
+                f"dtype: {dtype} weights of experts, which autocast leaves as they are, cannot be traced. "
+                "Set dtype=bfloat16."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class Autocast(Traceable):
     """``torch.autocast`` to bfloat16, also for devices that torch has no such kernels for.
 
     As torch's, it keeps the casts of weights until it ends: of those that require a gradient, or of all.
@@ -62,7 +82,7 @@ class Autocast(TorchFunctionMode):
             args, kwargs = tree_map_only(torch.Tensor, self._half, (args, kwargs))
         elif name in self._HIGHER:
             args, kwargs = tree_map_only(torch.Tensor, _full, (args, kwargs))
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _half(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype != torch.float32:

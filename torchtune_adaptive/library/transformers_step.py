@@ -23,12 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from torchtune_adaptive.common import NoPrediction, UsageError, arguments
+from torchtune_adaptive.library.model_types import about_kernels, refuse_loops
 from torchtune_adaptive.library.planning import Plan, plan_batch_size
 from torchtune_adaptive.library.private import attends_by_sdpa, layers_of
 from torchtune_adaptive.library.trainer_parts import (
     ALL_LINEAR,
     Autocast,
     TiledLogProbs,
+    Traceable,
     adapt,
     flat,
     preference_loss,
@@ -147,6 +149,7 @@ class TransformersStep:
                 "transformers is not installed, so its step cannot be traced. Install it (pip install "
                 "transformers), or plan torchtune's step."
             )
+        refuse_loops(self.folder)
         found = plan_batch_size(
             self._build,
             optimizer=self._optimizer,
@@ -191,7 +194,7 @@ class TransformersStep:
             lines.append(f"ranks: {how}")
         mask = "with padding, which costs a mask" if self.padded else "without padding"
         lines.append(f"rows: {mask} (padded=True or False)")
-        return tuple(lines)
+        return (*lines, *about_kernels(self.folder))
 
     def _build(self) -> nn.Module:
         """The model as the trainer has prepared it, and its reference."""
@@ -199,6 +202,11 @@ class TransformersStep:
         if self.lora:
             adapt(model, self.target_modules, self.r, self.lora_dropout)
         if self.gradient_checkpointing:
+            if not model.supports_gradient_checkpointing:
+                raise UsageError(
+                    f"gradient_checkpointing: {type(model).__name__} does not support it. Set "
+                    "gradient_checkpointing=False."
+                )
             model.gradient_checkpointing_enable(
                 {"use_reentrant": False, "context_fn": self._when_checkpointed}
             )
@@ -252,22 +260,38 @@ class TransformersStep:
         return preference_loss(found, self._reference_log_probs(prepared, tokens, labels))
 
     def _made(self) -> Any:
-        from transformers import (
-            AttentionInterface,
-            AttentionMaskInterface,
-            AutoConfig,
-            AutoModelForCausalLM,
-        )
+        from transformers import AttentionInterface, AttentionMaskInterface
 
-        config = AutoConfig.from_pretrained(self.folder)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype))
+        model = self._from_config()
         if attends_by_sdpa(model):
             AttentionInterface.register(_ATTENTION, AttentionInterface()["sdpa"])
             AttentionMaskInterface.register(_ATTENTION, self._mask)
             model.set_attn_implementation(_ATTENTION)
         if self.trainer != PLAIN:
+            if model.base_model is model:
+                raise UsageError(
+                    f"trainer: {self.trainer} computes log-probabilities from what base_model gives, and "
+                    f"{type(model).__name__} has none. Use {PLAIN}."
+                )
             model.forward = partial(self._log_probs, model)  # as TRL does
         return model
+
+    def _from_config(self) -> Any:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+        try:
+            # Code that comes with a model is not run: from_pretrained would ask for consent.
+            config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+            if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+                dtype = getattr(torch, self.dtype)
+                return AutoModelForCausalLM.from_config(config, dtype=dtype)
+            reason = f"it has no causal language model of type {config.model_type}"
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise NoPrediction(
+            f"transformers {version('transformers')} cannot make a model from {self.folder}: {reason}. Use a "
+            "newer transformers, install what it asks for, or give another model."
+        )
 
     def _mask(
         self, *, batch_size: int, kv_length: int, device: torch.device, **_: Any
@@ -280,7 +304,7 @@ class TransformersStep:
 
     def _mixed_precision(self) -> AbstractContextManager[Any]:
         if not self.bf16:
-            return nullcontext()
+            return Traceable()
         # DPO's second model is not trained, but the trainer leaves it as if it were.
         return Autocast(keeps_all=not self.lora and not torch.is_grad_enabled())
 

@@ -65,9 +65,17 @@ def attention(  # type: ignore[no-untyped-def]
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
     """``scaled_dot_product_attention`` with the kernels that it selects on CUDA."""
-    if attn_mask is None and query.dtype != torch.float32:
+    # Flash attention's kernels have one width for queries and values, of up to 256.
+    flash = query.shape[-1] == value.shape[-1] <= 256
+    if attn_mask is None and flash and query.dtype != torch.float32:
         return _aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if (
+        query.shape[1] != key.shape[1]
+    ):  # only flash attention's kernels share heads of keys and values
+        return _aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
