@@ -40,7 +40,10 @@ _TRAINED = "trains other weights, which is not planned"
 _LOSS = "computes the loss by other kernels, which is not planned"
 _EXPERTS = "is about mixtures of experts, which are not planned"
 _ONE = (None, False, 1)
-_HARMLESS_PLUGINS = ("swanlab", "lm_eval", "torchtune_adaptive")
+_HARMLESS_PLUGINS = (
+    *("swanlab", "lm_eval", "torchtune_adaptive"),
+    *("liger", "integrations.kernels", "expert_parallel"),  # which do what other keys say
+)
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 _KEYS: Keys = {

@@ -35,12 +35,15 @@ _MARKS = {
         "model_name_or_path",
         names(
             "dataset_name datasets use_peft lora_r lora_target_modules dtype attn_implementation "
-            "load_in_4bit packing_strategy completion_only_loss dataset_text_field beta precompute_ref_log_probs"
+            "load_in_4bit packing_strategy completion_only_loss dataset_text_field beta "
+            "precompute_ref_log_probs"
         ),
     ),
 }
 """For each trainer the key of its model, and keys of which a file of that trainer has at least one and those
 of others have none."""
+_OF_LLAMA_FACTORY_1 = names("model_class train_dataset peft_config dist_config kernel_config")
+"""Keys of the files of LLaMA-Factory's version 1, which are other ones."""
 _OF_ACCELERATE = names("distributed_type compute_environment")
 
 
@@ -111,6 +114,10 @@ def recognized(given: Mapping[str, Any], path: Path) -> str | None:
             raise ConfigError(
                 _OPTION, str(path), reason, f"Plan the trainer's file, with --accelerate {path}"
             )
+        if "model" in given and (keys := sorted(_OF_LLAMA_FACTORY_1 & set(given))):
+            reason = f"has {', '.join(keys)}, as files of LLaMA-Factory's version 1, which is not planned"
+            remedy = "Write the keys of version 0, e.g. model_name_or_path and finetuning_type"
+            raise ConfigError(_OPTION, str(path), reason, remedy)
         return None
     found = {
         name: sorted(marks & set(given))

@@ -38,6 +38,7 @@ _KEYS: Keys = {
         *("trainer: Trainer's step; for pt, packing is the default", "sft", ("sft", "pt")),
         "has a loss of its own over all logits, by a TRL before version 1",
     ),
+    "do_train": Joint("must be true", False, (True,), "does not train"),
     "finetuning_type": Sets("lora", "lora", {"lora": True, "full": False}, _TRAINED),
     "lora_rank": Sets("r", 8),
     "lora_dropout": Sets("lora_dropout", 0.0),
@@ -78,6 +79,18 @@ _KEYS: Keys = {
     ),
     **dict.fromkeys(
         ("use_kt", "use_mca", "use_megatron_bridge", "use_hyper_parallel"), Refused(_ELSEWHERE)
+    ),
+    **dict.fromkeys(
+        (
+            *(
+                "tensor_model_parallel_size",
+                "pipeline_model_parallel_size",
+                "expert_model_parallel_size",
+            ),
+            *("context_parallel_size", "sequence_parallel", "use_distributed_optimizer"),
+            *("recompute_granularity", "moe_grouped_gemm", "use_packed_sequences"),
+        ),
+        Refused("is of Megatron, which is not planned", off=(None, False, 1)),
     ),
     "hyper_parallel_cp_size": Refused(PARALLEL, off=(None, 1)),
 }
@@ -169,7 +182,7 @@ LLAMA_FACTORY = Trainer(
     "LLaMA-Factory",
     "its arguments of August 2026, with transformers 5",
     _KEYS,
-    training_arguments.IGNORED | _OF_MODEL | _OF_DATA | _OF_METHOD,
+    (training_arguments.IGNORED | _OF_MODEL | _OF_DATA | _OF_METHOD) - set(_KEYS),
     _together,
     length="cutoff_len",
     checkpointing=("disable_gradient_checkpointing", False),

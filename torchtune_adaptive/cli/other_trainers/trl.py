@@ -145,7 +145,7 @@ def _together(trainer: str, values: Mapping[str, Any], reading: Reading) -> None
         else:
             found = _OF_PEFT
             reading.notes.append(
-                "adapters: on q_proj and v_proj, as PEFT chooses for most models; lora_target_modules says others"
+                "adapters: on q_proj and v_proj, as PEFT chooses for most models (lora_target_modules)"
             )
         reading.settings["target_modules"] = found
     if trainer == "DPOTrainer":
