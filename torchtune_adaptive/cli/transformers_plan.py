@@ -59,8 +59,8 @@ def plan_transformers(
     step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
     capacity = memory or kind.capacity(ranks)
     plan = step.plan(gpu=kind.name, memory=capacity, headroom=_HEADROOM)
-    told = file.notes if file else ()
-    plan = replace(plan, assumptions=(*step.about(), *assumptions, *told))
+    told = file.notes if file else ("padded=True or False says whether rows are padded",)
+    plan = replace(plan, assumptions=(*step.about(), *told, *assumptions))
     verdict = device.verdict(plan.peak)
     if arguments.json:
         about = {"verdict": verdict, "device": asdict(device), "step": asdict(step)}

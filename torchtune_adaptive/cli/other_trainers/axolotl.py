@@ -24,6 +24,7 @@ from torchtune_adaptive.cli.other_trainers.training_arguments import (
     FP16,
     IN_ONE_GPU,
     KERNELS,
+    MODEL,
     OPTIMIZERS,
     PARALLEL,
     SDPA,
@@ -47,6 +48,7 @@ _HARMLESS_PLUGINS = (
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 _KEYS: Keys = {
+    "base_model": Joint(MODEL),
     "micro_batch_size": Sets("per_device_train_batch_size", 1),
     "gradient_accumulation_steps": Sets("gradient_accumulation_steps", 1),
     "sequence_len": Sets("max_length", 512),
@@ -188,7 +190,7 @@ _KEYS: Keys = {
 }
 _IGNORED = names(
     """
-    base_model base_model_ignore_patterns strict resume_from_checkpoint auto_resume_from_checkpoints
+    base_model_ignore_patterns strict resume_from_checkpoint auto_resume_from_checkpoints
     resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings embeddings_skip_upcast
     reinit_weights trl vllm quantization dynamic_checkpoint center_rewards_coefficient dpo_use_weighting
     dpo_label_smoothing precompute_ref_log_probs dpo_use_liger_kernel dpo_padding_free dpo_loss_type

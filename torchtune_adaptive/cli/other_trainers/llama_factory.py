@@ -45,7 +45,7 @@ _KEYS: Keys = {
     "lora_target": Joint("target_modules", "all"),
     "bf16": Joint("bf16, and dtype: float32 where weights are trained", False, (True, False)),
     "pure_bf16": Joint("dtype: bfloat16", False, (True, False)),
-    "disable_gradient_checkpointing": Joint("gradient_checkpointing", False, (True, False)),
+    "disable_gradient_checkpointing": Joint("gradient_checkpointing: false", False, (True, False)),
     "gradient_checkpointing": Joint("gradient_checkpointing", False, (True, False)),
     "flash_attn": Joint(
         "padded: without fa2 or fa3, rows have a mask",
@@ -96,7 +96,7 @@ _KEYS: Keys = {
 }
 _OF_MODEL = names(
     """
-    model_name_or_path adapter_name_or_path adapter_folder cache_dir use_fast_tokenizer
+    adapter_name_or_path adapter_folder cache_dir use_fast_tokenizer
     split_special_tokens add_tokens add_special_tokens new_special_tokens_config init_special_tokens
     model_revision low_cpu_mem_usage rope_scaling moe_aux_loss_coef use_reentrant_gc train_from_scratch
     infer_backend offload_folder use_kv_cache infer_dtype hf_hub_token ms_hub_token om_hub_token

@@ -29,7 +29,10 @@ PARALLEL = "divides rows or layers over ranks, which is not planned for transfor
 IN_ONE_GPU = "Plan one GPU without it, or FSDP2"
 _SAME_CHECKPOINTS = {"use_reentrant", "preserve_rng_state", "determinism_check"}
 
+MODEL = "the model, unless --hf names a folder"
+
 KEYS: Keys = {
+    "model_name_or_path": Joint(MODEL),
     "per_device_train_batch_size": Sets("per_device_train_batch_size", 8),
     "gradient_accumulation_steps": Sets("gradient_accumulation_steps", 1),
     "optim": Sets("optim", "adamw_torch_fused", OPTIMIZERS, WHY_NOT_OPTIMIZER),

@@ -100,7 +100,7 @@ _DPO: Keys = {
 _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust")
 _IGNORED = training_arguments.IGNORED | names(
     """
-    model_name_or_path model_revision lora_alpha lora_task_type use_rslora bnb_4bit_quant_type
+    model_revision lora_alpha lora_task_type use_rslora bnb_4bit_quant_type
     use_bnb_nested_quant bnb_4bit_quant_storage bnb_4bit_compute_dtype trust_remote_code
     router_aux_loss_coef dataset_num_proc truncation_mode pad_to_multiple_of pad_token eos_token datasets
     streaming test_split_size dataset_name dataset_config dataset_train_split dataset_test_split
