@@ -1,4 +1,4 @@
-"""``plan FILE`` of other trainers: what their keys become, what is refused, and the answer; nothing is traced."""
+"""``plan FILE`` of other trainers: what keys become, what is refused, and the answer; nothing is traced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.hugging_face import LLAMA_1B, written
 from torchtune_adaptive.cli.other_trainers import accelerate, sharding
 from torchtune_adaptive.cli.other_trainers.axolotl import AXOLOTL
 from torchtune_adaptive.cli.other_trainers.files import read_file, recognized
-from torchtune_adaptive.cli.other_trainers.keys import Keys, Reading, Refused, Sets, Trainer
+from torchtune_adaptive.cli.other_trainers.keys import FileReading, Keys, Refused, Sets, Trainer
 from torchtune_adaptive.cli.other_trainers.llama_factory import LLAMA_FACTORY
 from torchtune_adaptive.cli.other_trainers.trl import DPO, SFT
 from torchtune_adaptive.cli.plan_options import add_arguments, parsed, plan_command
@@ -84,7 +84,7 @@ def test_every_key_is_read_listed_or_refused(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "accelerate").glob("*.yaml")), ids=name)
 def test_every_key_of_accelerate_is_read_listed_or_refused(path: Path) -> None:
-    reading = Reading()
+    reading = FileReading()
     accelerate.read_launch(given(path), reading)
     assert not reading.unknown
 
@@ -201,7 +201,8 @@ def test_all_refusals_are_told_at_once() -> None:
         "adamw_torch_fused, adamw_torch, sgd.",
         "  load_in_4bit: true has weights",
         "  liger_fused_linear_cross_entropy: true computes the loss by other kernels",
-        "  fsdp_version: 1 is FSDP1, whose flat parameters are not planned. To plan FSDP2, add fsdp_version=2.",
+        "  fsdp_version: 1 is FSDP1, whose flat parameters are not planned. To plan FSDP2, add "
+        "fsdp_version=2.",
         "  fsdp_config.offload_params: true keeps weights on the host",
         "To plan without it, add fsdp_config.offload_params=false.",
     ):

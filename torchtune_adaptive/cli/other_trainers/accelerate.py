@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchtune_adaptive.cli.other_trainers.keys import Joint, Keys, Reading, Refused, names
+from torchtune_adaptive.cli.other_trainers.keys import FileReading, Joint, Keys, Refused, names
 from torchtune_adaptive.cli.other_trainers.sharding import read_sharding
 from torchtune_adaptive.cli.other_trainers.training_arguments import (
     COMPILED,
@@ -39,7 +39,7 @@ IGNORED = names(
 )
 
 
-def read_launch(given: Mapping[str, Any], reading: Reading) -> int:
+def read_launch(given: Mapping[str, Any], reading: FileReading) -> int:
     """Add what a configuration says to a reading; returns the number of ranks."""
     reading.change = "write {}: {} in the accelerate file"
     values = reading.read(given, KEYS, IGNORED)

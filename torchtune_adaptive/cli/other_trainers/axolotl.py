@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtune_adaptive.cli.other_trainers.keys import (
+    FileReading,
     Joint,
     Keys,
-    Reading,
     Refused,
     Sets,
     Trainer,
@@ -250,7 +250,7 @@ _IGNORED = names(
 )
 
 
-def _together(values: Mapping[str, Any], reading: Reading) -> None:
+def _together(values: Mapping[str, Any], reading: FileReading) -> None:
     flash = values["flash_attention"] or values["attn_implementation"] in FLASH
     packed = values["sample_packing"]
     if packed and not flash:
@@ -291,7 +291,7 @@ def _together(values: Mapping[str, Any], reading: Reading) -> None:
             )
 
 
-def _read_adapters(values: Mapping[str, Any], reading: Reading) -> None:
+def _read_adapters(values: Mapping[str, Any], reading: FileReading) -> None:
     targets = values["lora_target_modules"]
     if values["lora_target_linear"]:
         reading.settings["target_modules"] = "all-linear"

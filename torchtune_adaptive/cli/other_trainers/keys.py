@@ -58,7 +58,7 @@ Keys = Mapping[str, Key]
 
 
 @dataclass
-class Reading:
+class FileReading:
     """What a file became."""
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Trainer:
     """What the table was read from."""
     keys: Keys
     ignored: frozenset[str]
-    together: Callable[[Mapping[str, Any], Reading], None]
+    together: Callable[[Mapping[str, Any], FileReading], None]
     """Adds the settings that several keys decide, from the values of all keys."""
     model: str = "model_name_or_path"
     rows: str = "per_device_train_batch_size"
@@ -124,9 +124,9 @@ class Trainer:
     adapters: tuple[str, Any] = ("use_peft", True)
     """The key and the value that train adapters."""
 
-    def read(self, given: Mapping[str, Any]) -> Reading:
+    def read(self, given: Mapping[str, Any]) -> FileReading:
         """What a file becomes; whatever cannot be planned is among its refusals."""
-        reading = Reading()
+        reading = FileReading()
         values = reading.read(given, self.keys, self.ignored)
         self.together(values, reading)
         return reading
@@ -140,7 +140,7 @@ class Trainer:
         return next(iter(difflib.get_close_matches(key, self.known(), 1, 0.75)), None)
 
 
-def target_modules(key: str, given: Any, reading: Reading) -> str | list[str] | None:
+def target_modules(key: str, given: Any, reading: FileReading) -> str | list[str] | None:
     """The linear layers that get adapters; a pattern is refused."""
     if given in ("all", "all-linear", ["all"], ["all-linear"]):
         return "all-linear"

@@ -7,9 +7,9 @@ from typing import Any
 
 from torchtune_adaptive.cli.other_trainers import training_arguments
 from torchtune_adaptive.cli.other_trainers.keys import (
+    FileReading,
     Joint,
     Keys,
-    Reading,
     Refused,
     Sets,
     Trainer,
@@ -145,7 +145,7 @@ _OF_METHOD = names(
 )
 
 
-def _together(values: Mapping[str, Any], reading: Reading) -> None:
+def _together(values: Mapping[str, Any], reading: FileReading) -> None:
     flash = values["flash_attn"] in _FLASH
     packing = values["packing"]
     packed = (values["stage"] == "pt" if packing is None else packing) or values["neat_packing"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchtune_adaptive.cli.other_trainers.keys import Joint, Keys, Reading, Refused, names
+from torchtune_adaptive.cli.other_trainers.keys import FileReading, Joint, Keys, Refused, names
 
 _WHOLE = "shards less than weights, gradients and optimizer's state, which is not planned"
 KEYS: Keys = {
@@ -40,7 +40,11 @@ _PARTS = ("full_shard", "auto_wrap")
 
 
 def read_sharding(
-    fsdp: Any, config: Any, version: int, reading: Reading, version_key: str = "fsdp_config.version"
+    fsdp: Any,
+    config: Any,
+    version: int,
+    reading: FileReading,
+    version_key: str = "fsdp_config.version",
 ) -> bool:
     """Read FSDP's options, if they are used; returns whether ranks share the weights.
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchtune_adaptive.cli.other_trainers.keys import Joint, Keys, Reading, Refused, Sets, names
+from torchtune_adaptive.cli.other_trainers.keys import (
+    FileReading,
+    Joint,
+    Keys,
+    Refused,
+    Sets,
+    names,
+)
 
 OPTIMIZERS = {name: name for name in ("adamw_torch_fused", "adamw_torch", "sgd")}
 """The optimizers that can be planned: transformers' names, and the step's."""
@@ -76,7 +83,7 @@ IGNORED = names(
 )
 
 
-def read_checkpointing_options(key: str, given: Any, reading: Reading) -> None:
+def read_checkpointing_options(key: str, given: Any, reading: FileReading) -> None:
     """Refuse options of checkpointing that change what is kept."""
     options = given if isinstance(given, Mapping) else {}
     if other := sorted(set(options) - _SAME_CHECKPOINTS):

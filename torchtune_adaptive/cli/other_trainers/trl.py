@@ -8,9 +8,9 @@ from typing import Any
 
 from torchtune_adaptive.cli.other_trainers import training_arguments
 from torchtune_adaptive.cli.other_trainers.keys import (
+    FileReading,
     Joint,
     Keys,
-    Reading,
     Refused,
     Sets,
     Trainer,
@@ -121,7 +121,7 @@ _DPO_IGNORED = names(
 )
 
 
-def _together(trainer: str, values: Mapping[str, Any], reading: Reading) -> None:
+def _together(trainer: str, values: Mapping[str, Any], reading: FileReading) -> None:
     flash = values["attn_implementation"] in FLASH
     packing = values.get("packing") is True
     in_one_row = values.get("padding_free") is True or (
