@@ -20,7 +20,7 @@ def text() -> str:
         _section(trainer.name, f"Read from {trainer.checked}.", trainer.keys, trainer.ignored)
         for trainer in (AXOLOTL, LLAMA_FACTORY, SFT, DPO)
     ]
-    note = "With or without the prefix `fsdp_`. The default of `version` is 1 for Axolotl and accelerate."
+    note = "With or without the prefix `fsdp_`. The default of `version` is 2 for TRL and 1 for the others."
     parts.append(_section("fsdp_config", note, sharding.KEYS, sharding.IGNORED))
     parts.append(
         _section(

@@ -224,7 +224,8 @@ def test_what_is_advised_makes_a_plan() -> None:
     assert found["fsdp"] and found["lora"] and found["optim"] == "adamw_torch_fused"
     found = settings(
         FOLDER / "llama_factory" / "qlora_dpo.yaml",
-        *("deepspeed=null", "fsdp=full_shard", "stage=sft", "quantization_bit=null"),
+        *("deepspeed=null", "fsdp=full_shard", "fsdp_config.version=2", "stage=sft"),
+        "quantization_bit=null",
     )
     assert found["fsdp"] and found["target_modules"] == ["q_proj", "v_proj"]
     found = settings(
@@ -327,6 +328,22 @@ def test_keys_that_are_off_or_packed_rows_are_no_reason() -> None:
     path = FOLDER / "trl_sft" / "lora.yaml"
     assert not settings(path, "attn_implementation=sdpa", "packing_strategy=wrapped")["padded"]
     assert settings(path, "attn_implementation=null", "packing=false")["padded"]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS.values(), ids=TRAINERS)
+def test_nonsense_is_refused_or_read(trainer: Trainer) -> None:
+    """Whatever a key has, nothing but a refusal or a step comes of it."""
+    for key in trainer.keys:
+        for nonsense in (-1, 1.5, "x", True, [], [1], ["x"], {}, {"a": 1}, {"version": "x"}):
+            reading = trainer.read({key: nonsense, "fsdp": True})
+            for refused in reading.refusals:
+                assert refused.endswith(".") and ": " in refused
+
+
+def test_nonsense_of_accelerate_is_refused_or_read() -> None:
+    for key in accelerate.KEYS:
+        for nonsense in (-1, 1.5, "x", True, [], [1], {}, {"a": 1}, {"a_size": 3}):
+            accelerate.read_launch({"distributed_type": "FSDP", key: nonsense}, FileReading())
 
 
 def test_unknown_keys_are_warned_of(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from torchtune_adaptive.cli.hugging_face import METHODS
 from torchtune_adaptive.cli.machine_options import add_arguments as add_machine_options
 from torchtune_adaptive.cli.machine_options import machine_told
-from torchtune_adaptive.cli.other_trainers.files import LENGTH, TrainerFile, read_file
+from torchtune_adaptive.cli.other_trainers.files import TrainerFile, read_file
 from torchtune_adaptive.cli.recipes import require_recipes
 from torchtune_adaptive.cli.transformers_plan import plan_transformers
 from torchtune_adaptive.common import (
@@ -202,9 +202,7 @@ def _trainer_file(arguments: argparse.Namespace) -> TrainerFile | None:
     file = None
     if len(names) == 1 and Path(names[0]).is_file():
         asked = None if arguments.trainer == "torchtune" else arguments.trainer
-        if arguments.seq_len:
-            changes.append(f"{LENGTH}={arguments.seq_len}")
-        file = read_file(Path(names[0]), changes, launch, asked)
+        file = read_file(Path(names[0]), changes, launch, asked, arguments.seq_len)
     if launch and not file:
         reason = "goes with a file of another trainer"
         raise ConfigError("--accelerate", str(launch), reason, "Name that file first")

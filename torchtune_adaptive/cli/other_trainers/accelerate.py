@@ -43,7 +43,8 @@ def read_launch(given: Mapping[str, Any], reading: FileReading) -> int:
     """Add what a configuration says to a reading; returns the number of ranks."""
     reading.change = "write {}: {} in the accelerate file"
     values = reading.read(given, KEYS, IGNORED)
-    sizes = values["parallelism_config"] or {}
+    sizes = values["parallelism_config"]
+    sizes = sizes if isinstance(sizes, Mapping) else {"parallelism_config_size": sizes}
     divided = {
         key: size for key, size in sizes.items() if key.endswith("_size") and size not in (None, 1)
     }

@@ -273,7 +273,8 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
         reading.refuse(
             "model_type", model, "is not a causal language model", "No other can be planned"
         )
-    for plugin in values["plugins"] or ():
+    plugins = values["plugins"] or []
+    for plugin in plugins if isinstance(plugins, list) else [plugins]:
         if not any(name in str(plugin) for name in _HARMLESS_PLUGINS):
             reason = "may change the model or its loss, which is not planned"
             reading.refuse("plugins", plugin, reason, "To plan without it, add plugins=null")

@@ -16,8 +16,6 @@ from torchtune_adaptive.cli.other_trainers.llama_factory import LLAMA_FACTORY
 from torchtune_adaptive.cli.other_trainers.trl import DPO, SFT
 from torchtune_adaptive.common import ConfigError, NoPrediction
 
-LENGTH = "--seq-len"
-"""What stands for the key of the length in a change."""
 _OPTION = "a trainer's file"
 _TRL = "TRL"
 _MARKS = {
@@ -64,7 +62,11 @@ class TrainerFile:
 
 
 def read_file(
-    path: Path, changes: Sequence[str] = (), launch: Path | None = None, asked: str | None = None
+    path: Path,
+    changes: Sequence[str] = (),
+    launch: Path | None = None,
+    asked: str | None = None,
+    length: int | None = None,
 ) -> TrainerFile | None:
     """Read a trainer's file; None if it is of none, or of torchtune.
 
@@ -73,6 +75,7 @@ def read_file(
         changes: ``key=value`` in place of what the file has.
         launch: an accelerate configuration to go with it.
         asked: ``SFTTrainer`` or ``DPOTrainer``, which a file of TRL does not say.
+        length: of the rows, in place of the one that the file has.
 
     Raises:
         ConfigError: it cannot be told whose file it is, or a change makes no sense.
@@ -85,6 +88,8 @@ def read_file(
     trainer = _trainer(name, given, asked)
     for change in changes:
         _apply(given, change, trainer)
+    if length is not None:
+        given[trainer.length] = length
     reading = trainer.read(given)
     ranks = None
     if launch is not None:
@@ -175,7 +180,6 @@ def _launch(path: Path) -> dict[str, Any]:
 def _apply(given: dict[str, Any], change: str, trainer: Trainer) -> None:
     """Change a key, which may be one inside of a block: ``fsdp_config.version=2``."""
     key, equals, value = change.partition("=")
-    key = trainer.length if key == LENGTH else key
     first = key.partition(".")[0]
     if not equals:
         raise ConfigError("KEY=VALUE", change, "is not an override", "Write key=value")

@@ -145,6 +145,9 @@ def target_modules(key: str, given: Any, reading: FileReading) -> str | list[str
     if given in ("all", "all-linear", ["all"], ["all-linear"]):
         return "all-linear"
     names = given.split(",") if isinstance(given, str) else given
+    if not isinstance(names, list):
+        reading.refuse(key, given, "is no list of names", f"Write one, e.g. {key}=[q_proj,v_proj]")
+        return None
     paths = [str(name).strip() for name in names]
     if not all(path.replace(".", "").replace("_", "").isalnum() for path in paths):
         reason = "is a pattern, and a plan takes names of layers"

@@ -174,13 +174,13 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
     if lora:
         found = target_modules("lora_target", values["lora_target"], reading)
         reading.settings["target_modules"] = found
-    if read_sharding(values["fsdp"], values["fsdp_config"], 2, reading):
+    if read_sharding(values["fsdp"], values["fsdp_config"], 1, reading):
         reading.settings["fsdp"] = True
 
 
 LLAMA_FACTORY = Trainer(
     "LLaMA-Factory",
-    "its arguments of August 2026, with transformers 5",
+    "its arguments of August 2026, with transformers 5.6, whose FSDP is version 1 unless fsdp_config says 2",
     _KEYS,
     (training_arguments.IGNORED | _OF_MODEL | _OF_DATA | _OF_METHOD) - set(_KEYS),
     _together,

@@ -7,11 +7,10 @@ from typing import Any
 
 from torchtune_adaptive.cli.other_trainers.keys import FileReading, Joint, Keys, Refused, names
 
+_FSDP1 = "is FSDP1, whose flat parameters are not planned"
 _WHOLE = "shards less than weights, gradients and optimizer's state, which is not planned"
 KEYS: Keys = {
-    "version": Joint(
-        "2 is planned", values=(2, "2"), why="is FSDP1, whose flat parameters are not planned"
-    ),
+    "version": Joint("2 is planned", values=(2, "2"), why=_FSDP1),
     "reshard_after_forward": Joint("true is planned", True, (True, "FULL_SHARD"), _WHOLE),
     "sharding_strategy": Joint(
         "FULL_SHARD is planned", "FULL_SHARD", ("FULL_SHARD", 1, "1"), _WHOLE
@@ -64,12 +63,11 @@ def read_sharding(
         reason = "is no block of keys, and a file is not read"
         reading.refuse("fsdp_config", config, reason, "Write the keys in its place")
         return True
-    given = {str(key).removeprefix("fsdp_"): value for key, value in dict(config or {}).items()}
+    given = {str(key).removeprefix("fsdp_"): value for key, value in (config or {}).items()}
     given["version"] = given.get("version") or version
     if given["version"] not in (2, "2"):
-        reason = "is FSDP1, whose flat parameters are not planned"
         remedy = f"To plan FSDP2, {reading.to_change(version_key, 2)}"
-        reading.refuse(version_key, given.pop("version"), reason, remedy)
+        reading.refuse(version_key, given["version"], _FSDP1, remedy)
         given["version"] = 2
     values = reading.read(given, KEYS, IGNORED, "fsdp_config.")
     if values["activation_checkpointing"]:

@@ -49,7 +49,8 @@ KEYS: Keys = {
     "fsdp_config": Joint("fsdp: see the table of its keys"),
     "fp16": Refused(FP16, "On a GPU that has bfloat16, plan bf16=true fp16=false"),
     "deepspeed": Refused(
-        DEEPSPEED, "To plan FSDP2 in its place, add deepspeed=null fsdp=full_shard"
+        DEEPSPEED,
+        "To plan FSDP2 in its place, add deepspeed=null fsdp=full_shard fsdp_config.version=2",
     ),
     "torch_compile": Refused(COMPILED),
     "use_liger_kernel": Refused(KERNELS),
