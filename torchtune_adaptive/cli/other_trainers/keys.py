@@ -18,6 +18,8 @@ class Sets:
     """What a value becomes, of those that can be planned; by default it stays as it is."""
     why: str = "is not planned"
     """Why other values are refused."""
+    null: str = ""
+    """Why ``null`` is refused, if it is another thing than the default."""
 
     def becomes(self) -> str:
         """What it is in the plan, for people."""
@@ -84,7 +86,7 @@ class FileReading:
         self, given: Mapping[str, Any], keys: Keys, ignored: Iterable[str], prefix: str = ""
     ) -> dict[str, Any]:
         """Read what a file has by a table; returns the values of all keys of the table that are not refused,
-        with their defaults. ``null`` is the default, as it is for these trainers."""
+        with their defaults. ``null`` is the default, as it is for most keys of these trainers."""
         for key in given:
             if key not in keys:
                 (self.not_read if key in ignored else self.unknown).append(f"{prefix}{key}")
@@ -96,6 +98,8 @@ class FileReading:
                     without = f"To plan without it, {self.to_change(prefix + key, kind.off[-1])}"
                     self.refuse(prefix + key, value, kind.reason, kind.remedy or without)
                 continue
+            if value is None and key in given and isinstance(kind, Sets) and kind.null:
+                self.refuse(prefix + key, value, kind.null, f"Write a value, e.g. {kind.default}")
             values[key] = value = kind.default if value is None else value
             if complaint := _complaint(kind, value):
                 self.refuse(prefix + key, value, *complaint)
@@ -144,11 +148,11 @@ def target_modules(key: str, given: Any, reading: FileReading) -> str | list[str
     """The linear layers that get adapters; a pattern is refused."""
     if given in ("all", "all-linear", ["all"], ["all-linear"]):
         return "all-linear"
-    names = given.split(",") if isinstance(given, str) else given
-    if not isinstance(names, list):
+    listed = given.split(",") if isinstance(given, str) else given
+    if not isinstance(listed, list):
         reading.refuse(key, given, "is no list of names", f"Write one, e.g. {key}=[q_proj,v_proj]")
         return None
-    paths = [str(name).strip() for name in names]
+    paths = [str(name).strip() for name in listed]
     if not all(path.replace(".", "").replace("_", "").isalnum() for path in paths):
         reason = "is a pattern, and a plan takes names of layers"
         reading.refuse(key, given, reason, f"Write a list of names, e.g. {key}=[q_proj,v_proj]")

@@ -89,6 +89,8 @@ _KEYS: Keys = {
             ),
             *("context_parallel_size", "sequence_parallel", "use_distributed_optimizer"),
             *("recompute_granularity", "moe_grouped_gemm", "use_packed_sequences"),
+            *("overlap_param_gather", "overlap_grad_reduce", "bias_activation_fusion"),
+            *("apply_rope_fusion", "moe_token_dispatcher_type", "mixed_precision"),
         ),
         Refused("is of Megatron, which is not planned", off=(None, False, 1)),
     ),
@@ -140,7 +142,7 @@ _OF_METHOD = names(
     ray_storage_path resources_per_worker placement_strategy master_addr master_port enable_torch_profiler
     profiler_output_dir profiler_wait_steps profiler_warmup_steps profiler_active_steps profiler_repeat
     profiler_record_shapes profiler_profile_memory profiler_with_stack profile_modules fp8_backend
-    fp8_enable_fsdp_float8_all_gather hyper_parallel_args
+    fp8_enable_fsdp_float8_all_gather hyper_parallel_args export_hf_on_finish
     """
 )
 

@@ -33,12 +33,13 @@ _OF_PEFT = ["q_proj", "v_proj"]
 
 _BOTH: Keys = {
     **training_arguments.KEYS,
-    "max_length": Sets("max_length", 1024),
+    "max_length": Sets("max_length", 1024, null="leaves rows as long as they are"),
     "dtype": Sets(
         "dtype",
         "float32",
         {"float32": "float32", "bfloat16": "bfloat16"},
         "is a type of weights that is not planned",
+        "is the type that the checkpoint has",
     ),
     "bf16": Sets("bf16", True),
     "gradient_checkpointing": Joint("gradient_checkpointing", None, (None, True, False)),
