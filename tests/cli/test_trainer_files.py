@@ -308,6 +308,8 @@ def test_what_is_advised_makes_a_plan() -> None:
             "a file is not read",
         ),
         ("trl_sft/lora", ["attn_implementation=sdpa"], "packing: true without flash attention"),
+        ("trl_sft/full", ["max_length=null"], "max_length: null leaves rows as long as they are"),
+        ("trl_sft/full", ["dtype=null"], "dtype: null is the type that the checkpoint has"),
         ("trl_sft/lora", ["num_generations=4"], "generates the rows that it trains on"),
         (
             "trl_dpo/lora",
