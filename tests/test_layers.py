@@ -49,6 +49,7 @@ WITHOUT_TORCH = (
     "planner.memory",
     "planner.speed",
     "planner.deep_step",
+    "cli.other_trainers",
 )
 FOREIGN = {"omegaconf", "yaml", "torchtune", "torchao", "torchtune_adaptive.recipe"}
 

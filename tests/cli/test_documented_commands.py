@@ -45,6 +45,14 @@ FILLED_IN = {
     "~/models/Qwen3-0.6B": "Qwen3-0.6B",
 }
 
+TRAINER_FILES = {
+    "axolotl.yaml": "axolotl/lora",
+    "llama3_lora_sft.yaml": "llama_factory/lora_sft",
+    "sft.yaml": "trl_sft/lora",
+    "fsdp2.yaml": "accelerate/fsdp2",
+}
+"""Files of other trainers, as the tests have them; their model is in a folder."""
+
 
 def commands_of(page: Path) -> set[str]:
     """The commands in code blocks, and those in the text that have arguments."""
@@ -160,6 +168,12 @@ def test_a_documented_command_runs(command: str, tmp_path: Path) -> None:
         folder = tmp_path / words[words.index("--hf") + 1]
         folder.mkdir(parents=True)  # the name of a model, which is planned without a network
         written(folder, PUBLISHED[folder.name][0])
+    for name in TRAINER_FILES.keys() & {*words}:
+        example = ROOT / "tests" / "data" / "trainer_files" / f"{TRAINER_FILES[name]}.yaml"
+        (tmp_path / name).write_text(example.read_text())
+        folder = tmp_path / "example" / "small-llama"
+        folder.mkdir(parents=True, exist_ok=True)
+        written(folder, PUBLISHED["Qwen2-0.5B"][0])
     if "--machine" in words:
         (tmp_path / words[words.index("--machine") + 1]).write_text(documented_machine())
     # The largest plan takes half a minute on an idle machine. Beside other tests, on a slow one, 400 s were

@@ -13,6 +13,7 @@ from torchtune_adaptive.cli.hub import model_of
 from torchtune_adaptive.cli.hugging_face import METHODS
 from torchtune_adaptive.cli.machine_options import add_arguments as add_machine_options
 from torchtune_adaptive.cli.machine_options import machine_told
+from torchtune_adaptive.cli.other_trainers.files import TrainerFile, read_file
 from torchtune_adaptive.cli.recipes import require_recipes
 from torchtune_adaptive.cli.transformers_plan import plan_transformers
 from torchtune_adaptive.common import (
@@ -39,6 +40,8 @@ examples:
     tune-adaptive plan llama3_1/8B_full --nproc 8 --gpu h100 --fastest
   a model of the Hub, by its config.json, as TRL trains it:
     tune-adaptive plan --hf Qwen/Qwen3-8B --trainer SFTTrainer --method lora --gpu 4090
+  what a file of Axolotl, LLaMA-Factory or TRL trains:
+    tune-adaptive plan axolotl.yaml --gpu 4090 micro_batch_size=4
 """
 
 
@@ -60,6 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the training step to plan for a --hf model: torchtune's, or that of transformers' Trainer or "
         "TRL's SFTTrainer or DPOTrainer, whose settings are then the overrides, e.g. "
         "per_device_train_batch_size=4 (default: torchtune)",
+    )
+    add(
+        "--accelerate",
+        type=Path,
+        metavar="FILE",
+        help="with a file of another trainer: the accelerate configuration that it is launched with",
     )
     add("--method", choices=METHODS, help="parameters to train of a --hf model (default: full)")
     nproc = ("--nproc", "--nproc_per_node", "--nproc-per-node")
@@ -112,8 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="[RECIPE] CONFIG [KEY=VALUE ...]",
-        help="a config name or a YAML file, and config overrides, e.g. batch_size=8; a recipe's name, which "
-        "`run` needs, may stand before it",
+        help="a config name or a YAML file, which may be Axolotl's, LLaMA-Factory's or TRL's, and config "
+        "overrides, e.g. batch_size=8; a recipe's name, which `run` needs, may stand before it",
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # for the examples
     parser.epilog = _EXAMPLES
@@ -158,11 +167,18 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise _no_option(*arguments.unknown[:2])
     memory = amount_of_memory("--memory", arguments.memory) if arguments.memory else None
     gpu, nodes, machine = machine_told(arguments)
-    ranks, gpu = _gpus(arguments.nproc, gpu, nodes)
+    file = _trainer_file(arguments)
+    ranks, gpu = _gpus(arguments.nproc, gpu, nodes, file.ranks if file else None)
     if arguments.seq_len is not None and arguments.seq_len < 2:
         raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
-    if arguments.hf:
-        arguments.hf = model_of(arguments.hf)
+    if given := arguments.hf or (file and file.model):
+        arguments.hf = model_of(given)
+    if file:
+        if file.settings.get("fsdp") and ranks == 1:
+            reason = "shares the weights among GPUs, and one is planned"
+            remedy = "Say how many: --gpu 2x4090, or --nproc"
+            raise ConfigError("fsdp", str(file.path), reason, remedy)
+        return EXIT_STATUS[plan_transformers(arguments, ranks, gpu, memory, file)]
     if arguments.trainer != "torchtune":
         if not arguments.hf:
             remedy = "Give the model by it: ORG/NAME of the Hub, or a folder"
@@ -172,6 +188,24 @@ def _plan(arguments: argparse.Namespace) -> int:
     from torchtune_adaptive.cli.plan_command import plan_config
 
     return EXIT_STATUS[plan_config(arguments, ranks, gpu, memory, machine)]
+
+
+def _trainer_file(arguments: argparse.Namespace) -> TrainerFile | None:
+    """The file of another trainer that is to be planned, with its overrides; None if it is not one."""
+    changes = [word for word in arguments.words if "=" in word]
+    names = [word for word in arguments.words if word not in changes]
+    names += [arguments.config] if arguments.config else []
+    launch = arguments.accelerate
+    file = None
+    if len(names) == 1 and Path(names[0]).is_file():
+        asked = None if arguments.trainer == "torchtune" else arguments.trainer
+        file = read_file(Path(names[0]), changes, launch, asked, arguments.seq_len)
+    if launch and not file:
+        reason = "goes with a file of another trainer"
+        raise ConfigError("--accelerate", str(launch), reason, "Name that file first")
+    if file and arguments.method:
+        raise ConfigError("--method", arguments.method, "is for --hf", "The file says the method")
+    return file
 
 
 def _no_option(option: str, following: str = "VALUE") -> ConfigError:
@@ -184,14 +218,20 @@ def _no_option(option: str, following: str = "VALUE") -> ConfigError:
 
 
 def _gpus(
-    nproc: int | None, gpu: str | None, nodes: tuple[int, int] | None = None
+    nproc: int | None,
+    gpu: str | None,
+    nodes: tuple[int, int] | None = None,
+    processes: int | None = None,
 ) -> tuple[int, str | None]:
-    """The number of GPUs and the name of one, which may be given together: ``2x4090``."""
+    """The number of GPUs and the name of one, which may be given together: ``2x4090``. ``processes`` is the
+    number that an accelerate configuration has."""
     if nproc is not None and nproc < 1:
         raise ConfigError("--nproc", nproc, "is not a number of GPUs", "Use 1 or more")
     numbers = {"--nproc": nproc} if nproc is not None else {}
     if nodes is not None:
         numbers["--nodes"] = nodes[0] * nodes[1]
+    if processes is not None:
+        numbers["num_processes"] = processes
     if together := re.fullmatch(r"([1-9]\d*) *x *(.+)", gpu or ""):
         gpu, numbers["--gpu"] = together[2], int(together[1])
     if len({*numbers.values()}) > 1:

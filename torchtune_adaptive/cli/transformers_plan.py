@@ -12,6 +12,8 @@ import yaml
 
 from torchtune_adaptive.cli.hugging_face import Method, read_config
 from torchtune_adaptive.cli.margin import peak_of
+from torchtune_adaptive.cli.other_trainers.files import TrainerFile
+from torchtune_adaptive.cli.trainer_file_report import advice, subject
 from torchtune_adaptive.common import (
     Block,
     ConfigError,
@@ -34,9 +36,13 @@ _UNUSED = ("compare", "plot", "fastest", "may_change", "tokens", "price")
 
 
 def plan_transformers(
-    arguments: argparse.Namespace, ranks: int, gpu: str | None, memory: int | None
+    arguments: argparse.Namespace,
+    ranks: int,
+    gpu: str | None,
+    memory: int | None,
+    file: TrainerFile | None = None,
 ) -> str:
-    """Print a prediction; returns its verdict.
+    """Print a prediction, of the step that options describe or a trainer's file; returns its verdict.
 
     Raises:
         ConfigError: an option or a setting cannot work.
@@ -50,17 +56,27 @@ def plan_transformers(
     read_config(arguments.hf.folder)
     kind = gpus.gpu(gpu or gpus.DEFAULT)
     device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
-    step = _step(arguments, ranks)
+    step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
     capacity = memory or kind.capacity(ranks)
     plan = step.plan(gpu=kind.name, memory=capacity, headroom=_HEADROOM)
-    plan = replace(plan, assumptions=(*step.about(), *arguments.hf.about, *assumptions))
+    told = file.notes if file else ("padded=True or False says whether rows are padded",)
+    about = (*step.about(), *arguments.hf.about, *told, *assumptions)
+    plan = replace(plan, assumptions=about)
     verdict = device.verdict(plan.peak)
     if arguments.json:
         about = {"verdict": verdict, "device": asdict(device), "step": asdict(step)}
+        if file:
+            about["file"] = {"path": str(file.path), "trainer": file.trainer.name}
         print(json.dumps({**about, **asdict(plan)}, indent=1))
     else:
-        print(arguments.render(_blocks(plan, step, device, verdict)), end="")
+        print(arguments.render(_blocks(plan, step, device, verdict, file)), end="")
     return verdict
+
+
+def _step_of(file: TrainerFile, arguments: argparse.Namespace, ranks: int) -> TransformersStep:
+    from torchtune_adaptive.library import TransformersStep
+
+    return TransformersStep(folder=str(arguments.hf.folder), ranks=ranks, **file.settings)
 
 
 def _step(arguments: argparse.Namespace, ranks: int) -> TransformersStep:
@@ -97,14 +113,24 @@ def _settings(words: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def _blocks(plan: Plan, step: TransformersStep, device: DeviceLimits, verdict: str) -> list[Block]:
+def _blocks(
+    plan: Plan,
+    step: TransformersStep,
+    device: DeviceLimits,
+    verdict: str,
+    file: TrainerFile | None,
+) -> list[Block]:
     peak = peak_of(device, plan.peak)
     largest = f"Largest that fits: {plan.largest}." if plan.largest else "Not even one row fits."
     devices = f"{step.ranks}{' x' * (step.ranks > 1)} {device.name}"
+    rows_of = f"{'pairs of ' * step.has_pairs}rows of {step.max_length} tokens"
     lines = [
-        f"per_device_train_batch_size {plan.rows}: {verdict}, peak {peak}. {largest}",
-        f"{step.trainer} on {devices}, {'pairs of ' * step.has_pairs}rows of {step.max_length} tokens",
+        f"{file.trainer.rows if file else 'per_device_train_batch_size'} {plan.rows}: {verdict}, "
+        f"peak {peak}. {largest}",
+        f"{subject(file) if file else step.trainer} on {devices}, {rows_of}",
     ]
+    if file:
+        lines.append(advice(file, plan.rows, step.gradient_accumulation_steps, plan.largest))
     parts = sorted(plan.parts.items(), key=lambda part: -part[1])
     rows = [(name, human_bytes(size)) for name, size in parts if size >= 1 << 20]
     rows.append(("held by the allocator", human_bytes(plan.peak)))

@@ -193,7 +193,7 @@ class TransformersStep:
             )
             lines.append(f"ranks: {how}")
         mask = "with padding, which costs a mask" if self.padded else "without padding"
-        lines.append(f"rows: {mask} (padded=True or False)")
+        lines.append(f"rows: {mask}")
         return (*lines, *about_kernels(self.folder))
 
     def _build(self) -> nn.Module:

@@ -1,0 +1,552 @@
+"""``plan FILE`` of other trainers: what keys become, what is refused, and the answer; nothing is traced."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helpers.hugging_face import LLAMA_1B, written
+from torchtune_adaptive.cli.other_trainers import accelerate, sharding
+from torchtune_adaptive.cli.other_trainers.axolotl import AXOLOTL
+from torchtune_adaptive.cli.other_trainers.files import read_file, recognized
+from torchtune_adaptive.cli.other_trainers.keys import FileReading, Keys, Refused, Sets, Trainer
+from torchtune_adaptive.cli.other_trainers.llama_factory import LLAMA_FACTORY
+from torchtune_adaptive.cli.other_trainers.trl import DPO, SFT
+from torchtune_adaptive.cli.plan_options import add_arguments, parsed, plan_command
+from torchtune_adaptive.common import ConfigError, NoPrediction
+from torchtune_adaptive.library import Plan, TransformersStep, transformers_step
+
+GIB = 1 << 30
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "tests" / "data" / "trainer_files"
+TRAINERS = {"axolotl": AXOLOTL, "llama_factory": LLAMA_FACTORY, "trl_sft": SFT, "trl_dpo": DPO}
+FILES = [path for name in TRAINERS for path in sorted((FOLDER / name).glob("*.yaml"))]
+TABLES = [*((one.keys, one.ignored) for one in TRAINERS.values())]
+TABLES += [(sharding.KEYS, sharding.IGNORED), (accelerate.KEYS, accelerate.IGNORED)]
+
+
+def name(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+def given(path: Path) -> dict[str, Any]:
+    found = yaml.safe_load(path.read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def changed(folder: Path, path: str, **changes: Any) -> Path:
+    """A copy of a file with other keys."""
+    copy = folder / f"{Path(path).name}.yaml"
+    copy.write_text(yaml.safe_dump({**given(FOLDER / f"{path}.yaml"), **changes}))
+    return copy
+
+
+def refusal(path: Path, *changes: str) -> str:
+    with pytest.raises(NoPrediction) as raised:
+        read_file(path, changes)
+    return str(raised.value)
+
+
+def settings(path: Path, *changes: str, **others: Any) -> Mapping[str, Any]:
+    file = read_file(path, changes, **others)
+    assert file is not None
+    return file.settings
+
+
+def test_each_trainer_has_examples() -> None:
+    for folder in (*TRAINERS, "accelerate"):
+        assert len(list((FOLDER / folder).glob("*.yaml"))) >= 3, folder
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_every_key_is_read_listed_or_refused(path: Path) -> None:
+    trainer: Trainer = TRAINERS[path.parent.name]
+    keys = given(path)
+    reading = trainer.read(keys)
+    assert not reading.unknown
+    listed = {key for key in reading.not_read if "." not in key}
+    assert listed == {key for key in keys if key not in trainer.keys}
+    inside = {key.removeprefix("fsdp_") for key in keys.get("fsdp_config") or ()}
+    assert inside <= {*sharding.KEYS, *sharding.IGNORED}
+    refused = {line.partition(":")[0] for line in reading.refusals}
+    off = {key for key, kind in trainer.keys.items() if isinstance(kind, Refused)}
+    assert {key for key in off & set(keys) if keys[key] not in (None, False)} <= refused
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "accelerate").glob("*.yaml")), ids=name)
+def test_every_key_of_accelerate_is_read_listed_or_refused(path: Path) -> None:
+    reading = FileReading()
+    accelerate.read_launch(given(path), reading)
+    assert not reading.unknown
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (
+            "axolotl/full",
+            {"lora": False, "max_length": 2048, "padded": False, "dtype": "bfloat16", "bf16": True}
+            | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
+        ),
+        (
+            "axolotl/lora",
+            {"lora": True, "r": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
+            | {"optim": "adamw_torch", "padded": False, "gradient_checkpointing": True},
+        ),
+        (
+            "axolotl/lora_fsdp2",
+            {"fsdp": True, "gradient_checkpointing": True, "padded": True}
+            | {"target_modules": ["q_proj", "v_proj"]},
+        ),
+        (
+            "llama_factory/lora_sft",
+            {"lora": True, "r": 16, "dtype": "bfloat16", "bf16": True, "padded": True}
+            | {"trainer": "Trainer", "max_length": 2048, "gradient_checkpointing": True},
+        ),
+        (
+            "llama_factory/full_sft",
+            {
+                "lora": False,
+                "dtype": "bfloat16",
+                "bf16": False,
+                "padded": False,
+                "max_grad_norm": 0.5,
+            },
+        ),
+        (
+            "llama_factory/pretraining",
+            {"padded": False, "gradient_checkpointing": False, "per_device_train_batch_size": 8}
+            | {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+        ),
+        (
+            "trl_sft/full",
+            {"trainer": "SFTTrainer", "dtype": "float32", "bf16": True, "padded": True}
+            | {
+                "gradient_checkpointing": True,
+                "per_device_train_batch_size": 8,
+                "max_length": 1024,
+            },
+        ),
+        (
+            "trl_sft/lora",
+            {"r": 32, "padded": False, "dtype": "bfloat16", "target_modules": "all-linear"},
+        ),
+        (
+            "trl_dpo/lora",
+            {
+                "trainer": "DPOTrainer",
+                "r": 16,
+                "lora_dropout": 0.05,
+                "gradient_checkpointing": False,
+            }
+            | {"target_modules": ["q_proj", "v_proj"]},
+        ),
+        (
+            "trl_dpo/full",
+            {"precompute_ref_log_probs": True, "dtype": "bfloat16", "bf16": False},
+        ),
+        ("trl_dpo/fsdp", {"fsdp": True, "gradient_checkpointing": True}),
+    ],
+)
+def test_what_a_file_becomes(path: str, expected: dict[str, Any]) -> None:
+    found = settings(FOLDER / f"{path}.yaml")
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_full_training_of_llama_factory_has_float32_weights() -> None:
+    path = FOLDER / "llama_factory" / "full_sft.yaml"
+    found = settings(path, "pure_bf16=false", "bf16=true")
+    assert found["dtype"] == "float32" and found["bf16"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_the_step_takes_what_is_read(path: Path) -> None:
+    reading = TRAINERS[path.parent.name].read(given(path))
+    if not reading.refusals:
+        ranks = 2 if reading.settings.get("fsdp") else 1
+        TransformersStep(folder="model", ranks=ranks, **reading.settings)
+
+
+@pytest.mark.parametrize("keys", [keys for keys, _ in TABLES])
+def test_each_value_that_a_table_allows_is_one_of_the_step(keys: Keys) -> None:
+    known = {one.name for one in fields(TransformersStep)}
+    for kind in keys.values():
+        if isinstance(kind, Sets):
+            assert kind.setting in known
+            allowed = kind.values.values() if kind.values else [kind.default]
+            for value in allowed:
+                TransformersStep(folder="model", **{kind.setting: value})
+
+
+def test_a_key_is_in_one_place() -> None:
+    for keys, ignored in TABLES:
+        assert not set(keys) & ignored
+
+
+def test_all_refusals_are_told_at_once() -> None:
+    told = refusal(FOLDER / "axolotl" / "qlora_fsdp.yaml")
+    for line in (
+        "qlora_fsdp.yaml cannot be planned as Axolotl trains it:\n",
+        "  adapter: qlora has weights of fewer bits",
+        "  optimizer: adamw_bnb_8bit has a state or a step that is not planned. What can be planned: "
+        "adamw_torch_fused, adamw_torch, sgd.",
+        "  load_in_4bit: true has weights",
+        "  liger_fused_linear_cross_entropy: true computes the loss by other kernels",
+        "  fsdp_version: 1 is FSDP1, whose flat parameters are not planned. To plan FSDP2, add "
+        "fsdp_version=2.",
+        "  fsdp_config.offload_params: true keeps weights on the host",
+        "To plan without it, add fsdp_config.offload_params=false.",
+    ):
+        assert line in told
+    for line in told.splitlines()[1:]:
+        assert line.count(". ") >= 1 and line.endswith("."), "a reason and a remedy"
+
+
+def test_what_is_advised_makes_a_plan() -> None:
+    found = settings(
+        FOLDER / "axolotl" / "qlora_fsdp.yaml",
+        *("adapter=lora", "load_in_4bit=false", "optimizer=adamw_torch_fused"),
+        *(
+            "liger_fused_linear_cross_entropy=false",
+            "fsdp_version=2",
+            "fsdp_config.offload_params=false",
+        ),
+    )
+    assert found["fsdp"] and found["lora"] and found["optim"] == "adamw_torch_fused"
+    found = settings(
+        FOLDER / "llama_factory" / "qlora_dpo.yaml",
+        *("deepspeed=null", "fsdp=full_shard", "fsdp_config.version=2", "stage=sft"),
+        "quantization_bit=null",
+    )
+    assert found["fsdp"] and found["target_modules"] == ["q_proj", "v_proj"]
+    found = settings(
+        FOLDER / "trl_sft" / "qlora.yaml",
+        *(
+            "load_in_4bit=false",
+            "dtype=bfloat16",
+            "use_liger_kernel=false",
+            "optim=sgd",
+            "loss_type=nll",
+        ),
+    )
+    assert found["lora"] and found["optim"] == "sgd"
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "complaint"),
+    [
+        (
+            "axolotl/full",
+            ["micro_batch_size=two"],
+            "micro_batch_size: two is not a whole number of 1 or more",
+        ),
+        (
+            "axolotl/full",
+            ["micro_batch_size=0"],
+            "micro_batch_size: 0 is not a whole number of 1 or more",
+        ),
+        ("axolotl/lora", ["lora_dropout=much"], "lora_dropout: much is not a number"),
+        ("trl_sft/full", ["bf16=maybe"], "bf16: maybe is neither true nor false"),
+        (
+            "axolotl/full",
+            ["attn_implementation=sdpa"],
+            "sample_packing: true without flash attention",
+        ),
+        (
+            "axolotl/full",
+            ["gradient_checkpointing=offload"],
+            "offload moves activations to the host",
+        ),
+        (
+            "axolotl/full",
+            ["gradient_checkpointing_kwargs.every=2"],
+            "has every, and every layer is planned",
+        ),
+        (
+            "axolotl/full",
+            ["plugins=[a.CutCrossEntropyPlugin]"],
+            "plugins: a.CutCrossEntropyPlugin may change",
+        ),
+        ("axolotl/full", ["fsdp_version=2", "fsdp=[full_shard]"], "is Axolotl's own FSDP2"),
+        ("axolotl/full", ["model_type=AutoModelForVision"], "is not a causal language model"),
+        ("axolotl/lora", ["lora_target_linear=false"], "leaves the choice of layers to PEFT"),
+        (
+            "axolotl/lora",
+            ["lora_target_linear=false", r"lora_target_modules=.*\.q_proj"],
+            "is a pattern",
+        ),
+        ("axolotl/lora", ["tensor_parallel_size=2"], "divides rows or layers over ranks"),
+        (
+            "axolotl/lora_fsdp2",
+            ["fsdp_config.sharding_strategy=SHARD_GRAD_OP"],
+            "shards less than weights",
+        ),
+        ("llama_factory/lora_sft", ["do_train=false"], "do_train: false does not train"),
+        (
+            "llama_factory/lora_sft",
+            ["bf16=false"],
+            "leaves the type of the weights to the model's config",
+        ),
+        ("llama_factory/lora_sft", ["neat_packing=true"], "has a mask for each row"),
+        (
+            "llama_factory/lora_sft",
+            ["fsdp=shard_grad_op auto_wrap"],
+            "fsdp: shard_grad_op shards less",
+        ),
+        (
+            "llama_factory/lora_sft",
+            ["fsdp=full_shard", "fsdp_config=fsdp.json"],
+            "a file is not read",
+        ),
+        ("trl_sft/lora", ["attn_implementation=sdpa"], "packing: true without flash attention"),
+        ("trl_sft/full", ["max_length=null"], "max_length: null leaves rows as long as they are"),
+        ("trl_sft/full", ["dtype=null"], "dtype: null is the type that the checkpoint has"),
+        ("trl_sft/lora", ["num_generations=4"], "generates the rows that it trains on"),
+        (
+            "trl_dpo/lora",
+            ["loss_type=[sigmoid,sft]"],
+            "loss_type: sft needs more than the log-probabilities",
+        ),
+    ],
+)
+def test_what_matters_and_cannot_be_planned(path: str, changes: list[str], complaint: str) -> None:
+    assert complaint in refusal(FOLDER / f"{path}.yaml", *changes)
+
+
+def test_keys_that_are_off_or_packed_rows_are_no_reason() -> None:
+    found = settings(
+        FOLDER / "axolotl" / "lora.yaml", "tensor_parallel_size=1", "rl=null", "fp8=false"
+    )
+    assert found["lora"]
+    path = FOLDER / "trl_sft" / "lora.yaml"
+    assert not settings(path, "attn_implementation=sdpa", "packing_strategy=wrapped")["padded"]
+    assert settings(path, "attn_implementation=null", "packing=false")["padded"]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS.values(), ids=TRAINERS)
+def test_nonsense_is_refused_or_read(trainer: Trainer) -> None:
+    """Whatever a key has, nothing but a refusal or a step comes of it."""
+    for key in trainer.keys:
+        for nonsense in (-1, 1.5, "x", True, [], [1], ["x"], {}, {"a": 1}, {"version": "x"}):
+            reading = trainer.read({key: nonsense, "fsdp": True})
+            for refused in reading.refusals:
+                assert refused.endswith(".") and ": " in refused
+
+
+def test_nonsense_of_accelerate_is_refused_or_read() -> None:
+    for key in accelerate.KEYS:
+        for nonsense in (-1, 1.5, "x", True, [], [1], {}, {"a": 1}, {"a_size": 3}):
+            accelerate.read_launch({"distributed_type": "FSDP", key: nonsense}, FileReading())
+
+
+def test_unknown_keys_are_warned_of(tmp_path: Path) -> None:
+    file = read_file(changed(tmp_path, "axolotl/lora", micro_batchsize=8, nonsense=1))
+    assert file is not None and file.settings["per_device_train_batch_size"] == 4
+    warnings = [line for line in file.notes if line.startswith("WARNING")]
+    assert warnings == [
+        "WARNING: micro_batchsize is unknown, and not read; did you mean micro_batch_size?",
+        "WARNING: nonsense is unknown, and not read",
+    ]
+
+
+def test_whose_file_it_is(tmp_path: Path) -> None:
+    for path in FILES:
+        found = recognized(given(path), path)
+        assert found is not None and TRAINERS[path.parent.name].name.startswith(found)
+    torchtunes = {"model": {"_component_": "torchtune.models.llama3.llama3_8b"}, "base_model": "x"}
+    assert recognized(torchtunes, tmp_path) is None
+    assert recognized({"lists": [{"_component_": "a"}], "base_model": "x"}, tmp_path) is None
+    assert recognized({"something": 1}, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        (
+            {"model_name_or_path": "x", "cutoff_len": 8, "use_peft": True},
+            "has keys of several trainers",
+        ),
+        (
+            {"model_name_or_path": "x", "bf16": True},
+            "may be of several trainers, or of none. Looked for",
+        ),
+        ({"base_model": "x"}, "Looked for, Axolotl: base_model and one of"),
+        ({"distributed_type": "FSDP"}, "Plan the trainer's file, with --accelerate"),
+        ({"model": "x", "peft_config": {}}, "LLaMA-Factory's version 1, which is not planned"),
+    ],
+)
+def test_files_that_are_refused(keys: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(yaml.safe_dump(keys))
+    with pytest.raises(ConfigError) as raised:
+        read_file(path)
+    assert complaint in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (
+            "micro_batch=2",
+            "micro_batch: '2' is not a key of Axolotl. Did you mean micro_batch_size?",
+        ),
+        ("gizmo=2", "gizmo: '2' is not a key of Axolotl"),
+        ("adapter=[", "adapter: '[' is not YAML"),
+        ("base_model=3", "base_model: 3 is not the name of a model"),
+    ],
+)
+def test_overrides_that_make_no_sense(change: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_file(FOLDER / "axolotl" / "lora.yaml", [change])
+    assert complaint in str(raised.value)
+
+
+def test_accelerate_says_how_many_and_how() -> None:
+    path, launch = FOLDER / "trl_sft" / "lora.yaml", FOLDER / "accelerate"
+    file = read_file(path, ["gradient_checkpointing=false"], launch / "fsdp2.yaml")
+    assert file is not None and file.ranks == 4
+    assert file.settings["fsdp"] and file.settings["gradient_checkpointing"]
+    file = read_file(path, (), launch / "ddp.yaml")
+    assert file is not None and file.ranks == 2 and "fsdp" not in file.settings
+    with pytest.raises(NoPrediction) as raised:
+        read_file(path, (), launch / "zero3.yaml")
+    for key in (
+        "distributed_type: DEEPSPEED",
+        "mixed_precision: fp16",
+        "deepspeed_config",
+        "cp_size",
+    ):
+        assert key in str(raised.value)
+
+
+def test_the_first_fsdp_of_accelerate_is_refused(tmp_path: Path) -> None:
+    launch = changed(
+        tmp_path, "accelerate/fsdp2", fsdp_config={"fsdp_sharding_strategy": "FULL_SHARD"}
+    )
+    with pytest.raises(
+        NoPrediction, match=r"write fsdp_config.fsdp_version: 2 in the accelerate file"
+    ):
+        read_file(FOLDER / "trl_sft" / "lora.yaml", (), launch)
+    with pytest.raises(ConfigError, match="is not an accelerate configuration"):
+        read_file(FOLDER / "trl_sft" / "lora.yaml", (), FOLDER / "trl_sft" / "full.yaml")
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[TransformersStep]:
+    """The steps that are planned; all take 10 GiB, and 24 rows fit."""
+    found: list[TransformersStep] = []
+
+    def plan(step: TransformersStep, **_: Any) -> Plan:
+        found.append(step)
+        rows = step.per_device_train_batch_size
+        return Plan(24, rows, 10 * GIB, {"parameters": 8 * GIB}, 20 * GIB, ())
+
+    monkeypatch.setattr(TransformersStep, "plan", plan)
+    monkeypatch.setattr(transformers_step, "version", lambda name: "5.23.0")
+    return found
+
+
+def planned(path: Path, *words: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return plan_command(parsed(parser, [str(path), "--gpu", "4090", *words]))
+
+
+def test_the_answer_is_in_the_words_of_the_file(
+    tmp_path: Path, steps: list[TransformersStep], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(written(tmp_path, LLAMA_1B))
+    path = FOLDER / "axolotl" / "lora.yaml"
+    assert planned(path, "--hf", folder, "micro_batch_size=3", "--seq-len", "512") == 0
+    [step] = steps
+    assert (
+        step.folder == folder and step.max_length == 512 and step.per_device_train_batch_size == 3
+    )
+    said = capsys.readouterr().out
+    assert "micro_batch_size 3: FITS, peak 10 GiB" in said
+    assert "lora.yaml as Axolotl trains example/small-llama on rtx4090" in said.replace(
+        "on 1 ", "on "
+    )
+    assert "Write in lora.yaml: micro_batch_size: 12, gradient_accumulation_steps: 1" in said
+    assert "not read: tokenizer_type" in said and "padded=" not in said
+
+
+def test_a_model_may_be_a_folder(tmp_path: Path, steps: list[TransformersStep]) -> None:
+    folder = str(written(tmp_path, LLAMA_1B))
+    planned(changed(tmp_path, "llama_factory/lora_sft", model_name_or_path=folder))
+    assert steps[0].folder == folder
+
+
+def test_json_and_what_takes_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(written(tmp_path, LLAMA_1B))
+    path = FOLDER / "trl_sft" / "full.yaml"
+    planned(path, "--hf", folder, "--json", "--accelerate", str(FOLDER / "accelerate" / "ddp.yaml"))
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["file"] == {"path": str(path), "trainer": "TRL (trl sft)"}
+    assert printed["step"]["ranks"] == 2
+    nothing = Plan(None, 8, 90 * GIB, {}, 20 * GIB, ())
+    monkeypatch.setattr(TransformersStep, "plan", lambda step, **_: nothing)
+    assert planned(path, "--hf", folder, "gradient_checkpointing=false") == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "What takes less, in full.yaml: use_peft: true, gradient_checkpointing: true, a shorter"
+        in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "complaint"),
+    [
+        ("axolotl/lora_fsdp2", [], "shares the weights among GPUs, and one is planned"),
+        (
+            "axolotl/lora",
+            ["--method", "lora"],
+            "--method: 'lora' is for --hf. The file says the method",
+        ),
+        ("axolotl/lora", ["--trainer", "SFTTrainer"], "is not of a file of Axolotl"),
+        ("axolotl/lora", ["--fastest"], "--fastest: True is not for this step"),
+        ("axolotl/lora", [], "'example/small-llama' has no config.json"),
+        (
+            "trl_sft/lora",
+            ["--nproc", "3", "--accelerate", str(FOLDER / "accelerate" / "ddp.yaml")],
+            "--nproc: 3 GPUs contradict the 2 of num_processes",
+        ),
+    ],
+)
+def test_what_cannot_be_answered(
+    path: str, words: list[str], complaint: str, steps: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(FOLDER / f"{path}.yaml", *words) == 2
+    assert complaint in capsys.readouterr().err and not steps
+
+
+def test_a_launch_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    launch = str(FOLDER / "accelerate" / "ddp.yaml")
+    assert plan_command(parsed(parser, ["tiny/full", "--accelerate", launch])) == 2
+    assert "goes with a file of another trainer" in capsys.readouterr().err
+
+
+def test_a_file_of_trl_may_be_of_either(tmp_path: Path) -> None:
+    path = changed(tmp_path, "trl_sft/full")
+    assert settings(path)["trainer"] == "SFTTrainer"
+    assert settings(path, asked="DPOTrainer")["trainer"] == "DPOTrainer"
+    assert settings(changed(tmp_path, "trl_sft/full", beta=0.2))["trainer"] == "DPOTrainer"
+
+
+def test_the_page_has_the_tables() -> None:
+    page = (ROOT / "docs" / "trainer-files.md").read_text()
+    text = runpy.run_path(str(ROOT / "docs" / "make" / "trainer_files.py"))["text"]
+    assert text() in page, "put there what python docs/make/trainer_files.py prints"

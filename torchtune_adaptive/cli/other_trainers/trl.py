@@ -1,0 +1,170 @@
+"""The keys of TRL's command line, for ``trl sft --config`` and ``trl dpo --config``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torchtune_adaptive.cli.other_trainers import training_arguments
+from torchtune_adaptive.cli.other_trainers.keys import (
+    FileReading,
+    Joint,
+    Keys,
+    Refused,
+    Sets,
+    Trainer,
+    names,
+    target_modules,
+)
+from torchtune_adaptive.cli.other_trainers.sharding import read_sharding
+from torchtune_adaptive.cli.other_trainers.training_arguments import (
+    FLASH,
+    FOUR_BITS,
+    SDPA,
+    WHY_NOT_ATTENTION,
+    read_checkpointing_options,
+)
+
+_TRAINED = "trains other weights, which is not planned"
+_GENERATES = "is of a trainer that generates the rows that it trains on, which is not planned"
+_OF_PEFT = ["q_proj", "v_proj"]
+"""The layers that PEFT chooses for most models, if the file names none."""
+
+_BOTH: Keys = {
+    **training_arguments.KEYS,
+    "max_length": Sets("max_length", 1024, null="leaves rows as long as they are"),
+    "dtype": Sets(
+        "dtype",
+        "float32",
+        {"float32": "float32", "bfloat16": "bfloat16"},
+        "is a type of weights that is not planned",
+        "is the type that the checkpoint has",
+    ),
+    "bf16": Sets("bf16", True),
+    "gradient_checkpointing": Joint("gradient_checkpointing", None, (None, True, False)),
+    "activation_checkpointing": Joint("the same, by its new name", None, (None, True, False)),
+    "activation_checkpointing_kwargs": Joint("only how layers are checkpointed"),
+    "attn_implementation": Joint(
+        *("padded: with sdpa, rows have a mask", None, (None, SDPA, *FLASH), WHY_NOT_ATTENTION)
+    ),
+    "use_peft": Sets("lora", False),
+    "lora_r": Sets("r", 16),
+    "lora_dropout": Sets("lora_dropout", 0.05),
+    "lora_target_modules": Joint(
+        "target_modules; by default q_proj and v_proj, as PEFT has for most models"
+    ),
+    "lora_target_parameters": Refused(_TRAINED, off=(None, [])),
+    "lora_modules_to_save": Refused(_TRAINED, off=(None, [])),
+    "use_dora": Refused("gives adapters magnitudes, which are not planned"),
+    "load_in_4bit": Refused(
+        FOUR_BITS,
+        "Plan adapters on bfloat16 weights, which take more: load_in_4bit=false dtype=bfloat16",
+    ),
+    "load_in_8bit": Refused(
+        FOUR_BITS, "Plan adapters on bfloat16 weights: load_in_8bit=false dtype=bfloat16"
+    ),
+    "model_init_kwargs": Refused("may make another model", off=(None, {})),
+    "activation_offloading": Refused("moves activations to the host, which is not planned"),
+    **dict.fromkeys(
+        (
+            *(
+                "use_vllm",
+                "num_generations",
+                "max_completion_length",
+                "reward_funcs",
+                "reward_model_name_or_path",
+            ),
+            *("vllm_mode", "num_iterations", "generation_batch_size"),
+        ),
+        Refused(_GENERATES, "Leave it out of a file for trl sft or trl dpo"),
+    ),
+}
+_SFT: Keys = {
+    **_BOTH,
+    "loss_type": Joint(
+        *("trainer: the loss in tiles", None, (None, "nll", "chunked_nll")),
+        "is a loss over all logits, which is not planned",
+    ),
+    "packing": Joint("padded: rows are full, without a mask", False, (True, False)),
+    "packing_strategy": Joint("which rows are packed", "bfd", ("bfd", "bfd_split", "wrapped")),
+    "padding_free": Joint("padded: rows without a mask", False, (True, False)),
+}
+_DPO: Keys = {
+    **_BOTH,
+    "precompute_ref_log_probs": Sets("precompute_ref_log_probs", False),
+    "loss_type": Joint("trainer: of the log-probabilities"),
+    "padding_free": Refused("makes one row of all, which is not planned"),
+    "sync_ref_model": Refused("trains a reference along, which is not planned"),
+    "use_weighting": Refused("needs more of each token, which is not planned"),
+}
+_DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust")
+_IGNORED = training_arguments.IGNORED | names(
+    """
+    model_revision lora_alpha lora_task_type use_rslora bnb_4bit_quant_type
+    use_bnb_nested_quant bnb_4bit_quant_storage bnb_4bit_compute_dtype trust_remote_code
+    router_aux_loss_coef dataset_num_proc truncation_mode pad_to_multiple_of pad_token eos_token datasets
+    streaming test_split_size dataset_name dataset_config dataset_train_split dataset_test_split
+    dataset_streaming ignore_bias_buffers env accelerate_config dataset_mixture
+    """
+)
+_SFT_IGNORED = names(
+    """
+    chat_template_path dataset_text_field dataset_kwargs shuffle_dataset eval_packing completion_only_loss
+    assistant_only_loss
+    """
+)
+_DPO_IGNORED = names(
+    """
+    disable_dropout precompute_ref_batch_size loss_weights ld_alpha f_divergence_type
+    f_alpha_divergence_coef label_smoothing beta discopop_tau ref_model_mixup_alpha ref_model_sync_steps
+    """
+)
+
+
+def _together(trainer: str, values: Mapping[str, Any], reading: FileReading) -> None:
+    flash = values["attn_implementation"] in FLASH
+    packing = values.get("packing") is True
+    in_one_row = values.get("padding_free") is True or (
+        packing and values["packing_strategy"] != "wrapped"
+    )
+    if in_one_row and not flash:
+        key = "packing" if packing else "padding_free"
+        reason = "without flash attention has one mask over all rows, which is not planned"
+        reading.refuse(key, True, reason, "Add attn_implementation=flash_attention_2")
+    chosen = [values["activation_checkpointing"], values["gradient_checkpointing"]]
+    reading.settings |= {
+        "trainer": trainer,
+        "padded": not (flash or packing),
+        "gradient_checkpointing": next((one for one in chosen if one is not None), True),
+    }
+    for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        read_checkpointing_options(key, values[key], reading)
+    if reading.settings.get("lora"):
+        if values["lora_target_modules"]:
+            found = target_modules("lora_target_modules", values["lora_target_modules"], reading)
+        else:
+            found = _OF_PEFT
+            reading.notes.append(
+                "adapters: on q_proj and v_proj, as PEFT chooses for most models (lora_target_modules)"
+            )
+        reading.settings["target_modules"] = found
+    if trainer == "DPOTrainer":
+        losses = values["loss_type"] or ["sigmoid"]
+        losses = losses if isinstance(losses, list) else [losses]
+        if other := [one for one in losses if one not in _DPO_LOSSES]:
+            reason = "needs more than the log-probabilities of a row, which is not planned"
+            reading.refuse(
+                "loss_type", other[0], reason, f"What can be planned: {', '.join(_DPO_LOSSES)}"
+            )
+    if read_sharding(values["fsdp"], values["fsdp_config"], 2, reading):
+        reading.settings["fsdp"] = True
+
+
+_CHECKED = "TRL 1.16 and transformers 5.23"
+SFT = Trainer(
+    "TRL (trl sft)", _CHECKED, _SFT, _IGNORED | _SFT_IGNORED, partial(_together, "SFTTrainer")
+)
+DPO = Trainer(
+    "TRL (trl dpo)", _CHECKED, _DPO, _IGNORED | _DPO_IGNORED, partial(_together, "DPOTrainer")
+)
