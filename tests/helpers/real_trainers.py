@@ -46,6 +46,11 @@ CASES: dict[str, dict[str, Any]] = {
     "DPO": DPO,
     "DPO in bfloat16": {**DPO, **HALF},
     "DPO with adapters": {**DPO, **HALF, "lora": True},
+    **{
+        f"SFT with {name}": {**SFT, **HALF, "optim": name}
+        for name in ("adamw_torch", "adafactor", "sgd", "adamw_8bit")
+    },
+    "Trainer with 32-bit moments": {**PLAIN, "bf16": False, "optim": "paged_adamw_32bit"},
 }
 OURS = ("trainer", "dtype", "lora", "lora_dropout", "target_modules")
 """Settings that the trainers' own arguments do not have."""

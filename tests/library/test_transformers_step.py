@@ -30,6 +30,7 @@ def step(**settings: Any) -> TransformersStep:
         ({"trainer": "GRPOTrainer"}, "trainer: 'GRPOTrainer' must be one of: 'SFTTrainer'"),
         ({"dtype": "float16"}, "dtype: 'float16' must be one of: 'float32', 'bfloat16'"),
         ({"optim": "lomo"}, "optim: 'lomo' must be one of: 'adamw_torch_fused'"),
+        ({"optim": "adafactor", "fsdp": True, "ranks": 2}, "fsdp: adafactor cannot update"),
         ({"bf16": "yes"}, "bf16: 'yes' must be one of: True, False"),
         ({"r": 0}, "r: 0 must be a whole number"),
         ({"max_length": "1k"}, "max_length: '1k' must be a whole number"),

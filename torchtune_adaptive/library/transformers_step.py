@@ -20,11 +20,18 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from torchtune_adaptive.common import NoPrediction, UsageError, arguments
 from torchtune_adaptive.library.planning import Plan, plan_batch_size
 from torchtune_adaptive.library.private import attends_by_sdpa, layers_of
+from torchtune_adaptive.library.trainer_optimizers import (
+    OPTIMIZERS,
+    UNSHARDED,
+    about_optimizer,
+    make_optimizer,
+    mark_embeddings,
+)
 from torchtune_adaptive.library.trainer_parts import (
     ALL_LINEAR,
     Autocast,
@@ -47,7 +54,7 @@ _STEPS = {
 _CHOICES = {
     "trainer": tuple(_STEPS),
     "dtype": ("float32", "bfloat16"),
-    "optim": ("adamw_torch_fused", "adamw_torch", "sgd"),
+    "optim": OPTIMIZERS,
     **dict.fromkeys(
         ("padded", "bf16", "gradient_checkpointing", "lora", "precompute_ref_log_probs", "fsdp"),
         (True, False),
@@ -91,8 +98,9 @@ class TransformersStep:
     """Whether the model computes in bfloat16 whatever its weights are."""
     gradient_checkpointing: bool = True
     """Whether backward computes each layer again."""
-    optim: str = "adamw_torch_fused"
-    """``adamw_torch_fused``, ``adamw_torch`` or ``sgd``."""
+    optim: str = OPTIMIZERS[0]
+    """``adamw_torch_fused``, ``adamw_torch``, ``adafactor``, ``sgd``, or bitsandbytes' ``adamw_8bit``,
+    ``paged_adamw_8bit`` or ``paged_adamw_32bit``."""
     max_grad_norm: float = 1.0
     """The norm above which gradients are scaled down; 0 leaves them."""
     lora: bool = False
@@ -120,6 +128,11 @@ class TransformersStep:
             raise UsageError(
                 "fsdp: two sharded models, as DPO with a reference in memory has, cannot be traced. Set "
                 "precompute_ref_log_probs=True, or fsdp=False for ranks that have all weights (more memory)."
+            )
+        if self.fsdp and self.optim in UNSHARDED:
+            raise UsageError(
+                f"fsdp: {self.optim} cannot update parameters that FSDP2 has sharded. Use "
+                "optim=adamw_torch_fused, or fsdp=False for ranks that have all weights (more memory)."
             )
 
     @property
@@ -172,7 +185,7 @@ class TransformersStep:
             f"step: that of {_STEPS[self.trainer]}",
             f"model: transformers {version('transformers')}, weights in {self.dtype}{computes}",
             f"checkpointing: {'every layer' if self.gradient_checkpointing else 'none'}",
-            f"optimizer: {self.optim}, of what is trained",
+            f"optimizer: {about_optimizer(self.optim)}; of what is trained",
         ]
         if self.lora:
             targets = self.target_modules
@@ -204,6 +217,7 @@ class TransformersStep:
             )
             if self.lora:
                 model.enable_input_require_grads()
+        mark_embeddings(model)
         reference = None
         if self.trainer == DPO and not self.lora and not self.precompute_ref_log_probs:
             reference = self._made().requires_grad_(False)
@@ -223,9 +237,7 @@ class TransformersStep:
             for decays in (True, False)
         ]
         groups = [group for group in groups if group["params"]]
-        if self.optim == "sgd":
-            return SGD(groups, lr=1e-5)
-        return AdamW(groups, lr=1e-5, fused=self.optim == "adamw_torch_fused")
+        return make_optimizer(self.optim, groups)
 
     def _batch(self, rows: int) -> Batch:
         """Rows; of a pair, the chosen and the rejected one."""
