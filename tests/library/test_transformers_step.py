@@ -30,6 +30,8 @@ def step(**settings: Any) -> TransformersStep:
         ({"trainer": "GRPOTrainer"}, "trainer: 'GRPOTrainer' must be one of: 'SFTTrainer'"),
         ({"dtype": "float16"}, "dtype: 'float16' must be one of: 'float32', 'bfloat16'"),
         ({"optim": "lomo"}, "optim: 'lomo' must be one of: 'adamw_torch_fused'"),
+        ({"load_in_4bit": True}, "load_in_4bit: weights of 4 bits cannot be trained. Set lora=True"),
+        ({"load_in_4bit": True, "lora": True, "fsdp": True, "ranks": 2}, "fsdp: sharded weights of 4 bits"),
         ({"optim": "adafactor", "fsdp": True, "ranks": 2}, "fsdp: adafactor cannot update"),
         ({"bf16": "yes"}, "bf16: 'yes' must be one of: True, False"),
         ({"r": 0}, "r: 0 must be a whole number"),
@@ -138,3 +140,14 @@ def test_it_says_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         assert said in text
     for said in ("rank 8, in float32", "the model without adapters", "FSDP2 as accelerate"):
         assert said in text
+
+
+def test_it_says_how_4_bits_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_step, "version", lambda name: "5.23.0")
+    qlora = {"lora": True, "load_in_4bit": True, "dtype": "bfloat16"}
+    text = "\n".join(step(**qlora, bnb_4bit_use_double_quant=True).about())
+    assert "with double quantization, computing in bfloat16; the rest is in bfloat16" in text
+    assert "rank 8, in bfloat16 as TRL has them" in text
+    text = "\n".join(step(**qlora, trainer="Trainer", bnb_4bit_compute_dtype="float32").about())
+    assert "without double quantization, computing in float32; the rest is in float32, as" in text
+    assert "rank 8, in float32 as PEFT 0.21 has them" in text

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchtune_adaptive.common import NoPrediction, UsageError, arguments
+from torchtune_adaptive.library.four_bit import prepare, quantize
 from torchtune_adaptive.library.planning import Plan, plan_batch_size
 from torchtune_adaptive.library.private import attends_by_sdpa, layers_of
 from torchtune_adaptive.library.trainer_optimizers import (
@@ -51,12 +52,17 @@ _STEPS = {
     DPO: "DPOTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
     PLAIN: "transformers' Trainer: all logits, in float32 for the loss",
 }
-_CHOICES = {
+_TYPES = ("float32", "bfloat16")
+_CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer": tuple(_STEPS),
-    "dtype": ("float32", "bfloat16"),
+    "dtype": _TYPES,
+    "bnb_4bit_compute_dtype": (None, *_TYPES),
     "optim": OPTIMIZERS,
     **dict.fromkeys(
-        ("padded", "bf16", "gradient_checkpointing", "lora", "precompute_ref_log_probs", "fsdp"),
+        (
+            *("padded", "bf16", "gradient_checkpointing", "lora", "load_in_4bit"),
+            *("bnb_4bit_use_double_quant", "precompute_ref_log_probs", "fsdp"),
+        ),
         (True, False),
     ),
 }
@@ -111,6 +117,12 @@ class TransformersStep:
     """The share of an adapter's inputs that is dropped."""
     target_modules: str | Sequence[str] = ALL_LINEAR
     """The linear layers that get adapters, by name, or ``all-linear``."""
+    load_in_4bit: bool = False
+    """Whether linear layers are loaded with 4 bits (bitsandbytes, QLoRA)."""
+    bnb_4bit_compute_dtype: str | None = None
+    """The type in which these layers compute; None is ``dtype``, as TRL's own command has it."""
+    bnb_4bit_use_double_quant: bool = False
+    """Whether the scales of their weights are quantized as well."""
     precompute_ref_log_probs: bool = False
     """Whether DPO's reference has been computed before, and is not in memory."""
     ranks: int = 1
@@ -129,6 +141,13 @@ class TransformersStep:
                 "fsdp: two sharded models, as DPO with a reference in memory has, cannot be traced. Set "
                 "precompute_ref_log_probs=True, or fsdp=False for ranks that have all weights (more memory)."
             )
+        if self.load_in_4bit and not self.lora:
+            raise UsageError("load_in_4bit: weights of 4 bits cannot be trained. Set lora=True.")
+        if self.load_in_4bit and self.fsdp:
+            raise UsageError(
+                "fsdp: sharded weights of 4 bits, which bitsandbytes has to store in another type, are not "
+                "planned. Set fsdp=False for ranks that have all weights (more memory)."
+            )
         if self.fsdp and self.optim in UNSHARDED:
             raise UsageError(
                 f"fsdp: {self.optim} cannot update parameters that FSDP2 has sharded. Use "
@@ -139,6 +158,14 @@ class TransformersStep:
     def has_pairs(self) -> bool:
         """Whether a row is a pair: one that is chosen and one that is rejected."""
         return self.trainer == DPO
+
+    @property
+    def _computes_4_bits_in(self) -> str:
+        return self.bnb_4bit_compute_dtype or self.dtype
+
+    @property
+    def _adapters_are_half(self) -> bool:
+        return self.load_in_4bit and self.trainer != PLAIN
 
     def plan(
         self,
@@ -187,10 +214,18 @@ class TransformersStep:
             f"checkpointing: {'every layer' if self.gradient_checkpointing else 'none'}",
             f"optimizer: {about_optimizer(self.optim)}; of what is trained",
         ]
+        if self.load_in_4bit:
+            others = "float32, as PEFT prepares it" if self.trainer == PLAIN else self.dtype
+            double = "with" if self.bnb_4bit_use_double_quant else "without"
+            lines.append(
+                f"linear layers: 4 bits as of bitsandbytes 0.50, {double} double quantization, computing in "
+                f"{self._computes_4_bits_in}; the rest is in {others}"
+            )
         if self.lora:
             targets = self.target_modules
             named = targets if isinstance(targets, str) else ", ".join(targets)
-            lines.append(f"adapters: rank {self.r}, in float32 as PEFT 0.21 has them, on {named}")
+            dtype = "bfloat16 as TRL" if self._adapters_are_half else "float32 as PEFT 0.21"
+            lines.append(f"adapters: rank {self.r}, in {dtype} has them, on {named}")
         if self.has_pairs:
             reference = "the model without adapters" if self.lora else "a second model, in memory"
             found = "computed before" if self.precompute_ref_log_probs else reference
@@ -209,8 +244,14 @@ class TransformersStep:
     def _build(self) -> nn.Module:
         """The model as the trainer has prepared it, and its reference."""
         model = self._made()
+        if self.load_in_4bit:
+            compute_in = getattr(torch, self._computes_4_bits_in)
+            quantize(model, compute_in, self.bnb_4bit_use_double_quant)
+            if self.trainer == PLAIN:  # TRL does not
+                prepare(model)
         if self.lora:
-            adapt(model, self.target_modules, self.r, self.lora_dropout)
+            dtype = torch.bfloat16 if self._adapters_are_half else torch.float32
+            adapt(model, self.target_modules, self.r, self.lora_dropout, dtype)
         if self.gradient_checkpointing:
             model.gradient_checkpointing_enable(
                 {"use_reentrant": False, "context_fn": self._when_checkpointed}
