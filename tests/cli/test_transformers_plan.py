@@ -70,7 +70,7 @@ def test_trainers_have_their_own_defaults(tmp_path: Path, steps: Any) -> None:
     sft, full, half, qlora = (step for step, _ in steps)
     assert qlora.lora and qlora.load_in_4bit and qlora.gradient_checkpointing and not qlora.bf16
     assert not sft.load_in_4bit
-    assert sft.trainer == "SFTTrainer" and sft.bf16 and sft.gradient_checkpointing
+    assert sft.trainer == "SFTTrainer" and sft.bf16 is None and sft.gradient_checkpointing
     assert not full.bf16 and not full.gradient_checkpointing
     assert half.bf16
 

@@ -20,6 +20,7 @@ SHAPE |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
 PLAIN = {"trainer": "Trainer", "gradient_checkpointing": False, "per_device_train_batch_size": 4}
 SFT = {"trainer": "SFTTrainer", "per_device_train_batch_size": 4}
 DPO = {"trainer": "DPOTrainer", "per_device_train_batch_size": 2}
+FP16 = {"bf16": False, "fp16": True}
 HALF = {"dtype": "bfloat16"}
 QLORA = {**HALF, "lora": True, "load_in_4bit": True}
 CASES: dict[str, dict[str, Any]] = {
@@ -51,6 +52,9 @@ CASES: dict[str, dict[str, Any]] = {
         f"SFT with {name}": {**SFT, **HALF, "optim": name}
         for name in ("adamw_torch", "adafactor", "sgd", "adamw_8bit")
     },
+    "Trainer in fp16": {**PLAIN, **FP16},
+    "SFT in fp16": {**SFT, **FP16},
+    "SFT in fp16 with adapters": {**SFT, **FP16, "dtype": "float16", "lora": True},
     "Trainer with QLoRA": {
         **PLAIN,
         **QLORA,
@@ -148,6 +152,7 @@ def measured(case: dict[str, Any]) -> int:
     if case.get("load_in_4bit"):
         model = quantized(model, dtype, case)
     arguments = {key: value for key, value in case.items() if key not in OURS}
+    in_fp16 = arguments.pop("fp16", False)
     arguments |= {"bf16": case.get("bf16", True), "max_steps": 3, "use_cpu": True}
     arguments |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     more: dict[str, Any] = {}
@@ -185,6 +190,10 @@ def measured(case: dict[str, Any]) -> int:
         callbacks=[Watch()],
         **more,
     )
+    if in_fp16:  # accelerate makes a scaler for devices only
+        accelerator = trainer.accelerator
+        accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for each in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
         memory.adopt([*each.parameters(), *each.buffers(), *beside_weights(each)])
     with memory.running():

@@ -28,12 +28,14 @@ def step(**settings: Any) -> TransformersStep:
     ("settings", "complaint"),
     [
         ({"trainer": "GRPOTrainer"}, "trainer: 'GRPOTrainer' must be one of: 'SFTTrainer'"),
-        ({"dtype": "float16"}, "dtype: 'float16' must be one of: 'float32', 'bfloat16'"),
+        ({"dtype": "int8"}, "dtype: 'int8' must be one of: 'float32', 'bfloat16', 'float16'"),
+        ({"fp16": True, "bf16": True}, "fp16: the model computes in one type"),
+        ({"fp16": True, "dtype": "float16"}, "dtype: gradients of weights in float16 cannot be scaled"),
         ({"optim": "lomo"}, "optim: 'lomo' must be one of: 'adamw_torch_fused'"),
         ({"load_in_4bit": True}, "load_in_4bit: weights of 4 bits cannot be trained. Set lora=True"),
         ({"load_in_4bit": True, "lora": True, "fsdp": True, "ranks": 2}, "fsdp: sharded weights of 4 bits"),
         ({"optim": "adafactor", "fsdp": True, "ranks": 2}, "fsdp: adafactor cannot update"),
-        ({"bf16": "yes"}, "bf16: 'yes' must be one of: True, False"),
+        ({"bf16": "yes"}, "bf16: 'yes' must be one of: None, True, False"),
         ({"r": 0}, "r: 0 must be a whole number"),
         ({"max_length": "1k"}, "max_length: '1k' must be a whole number"),
         ({"lora_dropout": 1.0}, "lora_dropout: 1.0 must be a share"),
@@ -83,7 +85,8 @@ def test_adapters_are_in_fp32_and_named_layers_get_them() -> None:
     assert model.q_proj(inputs).requires_grad
 
 
-def test_autocast_computes_as_torchs() -> None:
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_autocast_computes_as_torchs(half: torch.dtype) -> None:
     """With torch's own on the CPU, which has one; gradients as well."""
     torch.manual_seed(0)
     layer, inputs = nn.Linear(8, 8), torch.randn(5, 8)
@@ -91,13 +94,14 @@ def test_autocast_computes_as_torchs() -> None:
     def run(mode: Any) -> tuple[torch.Tensor, ...]:
         layer.zero_grad()
         with mode:
-            hidden = layer(inputs) @ layer.weight.t()
+            other = torch.float16 if half == torch.bfloat16 else torch.bfloat16
+            hidden = layer(inputs.to(other)) @ layer.weight.t()
             out = F.scaled_dot_product_attention(*(hidden.float()[None, None] for _ in range(3)))
         out.float().square().sum().backward()
         return hidden, out, layer.weight.grad.clone()
 
     attention = F.scaled_dot_product_attention
-    ours, torchs = run(Autocast()), run(torch.autocast("cpu", torch.bfloat16))
+    ours, torchs = run(Autocast(half)), run(torch.autocast("cpu", half))
     for one, other in zip(ours, torchs, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
     assert F.scaled_dot_product_attention is attention

@@ -24,7 +24,7 @@ ALL_LINEAR = "all-linear"
 
 
 class Autocast(TorchFunctionMode):
-    """``torch.autocast`` to bfloat16, also for devices that torch has no such kernels for.
+    """``torch.autocast`` to a type of 16 bits, also for devices that torch has no such kernels for.
 
     As torch's, it keeps the casts of weights until it ends: of those that require a gradient, or of all.
     """
@@ -36,8 +36,9 @@ class Autocast(TorchFunctionMode):
     entered = 0
     """How often one of them has been entered, and not left."""
 
-    def __init__(self, keeps_all: bool = False) -> None:
+    def __init__(self, half: torch.dtype = torch.bfloat16, keeps_all: bool = False) -> None:
         super().__init__()
+        self._dtype = half
         self._keeps_all = keeps_all
         self._casts: dict[int, torch.Tensor] = {}
 
@@ -70,13 +71,15 @@ class Autocast(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _half(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype != torch.float32:
+        if not tensor.is_floating_point() or tensor.dtype in (self._dtype, torch.float64):
             return tensor
+        if tensor.dtype != torch.float32:
+            return tensor.to(self._dtype)
         kept = tensor.requires_grad or (self._keeps_all and isinstance(tensor, nn.Parameter))
         if not (tensor.is_leaf and kept):
-            return tensor.to(torch.bfloat16)
+            return tensor.to(self._dtype)
         if id(tensor) not in self._casts:
-            self._casts[id(tensor)] = tensor.to(torch.bfloat16)
+            self._casts[id(tensor)] = tensor.to(self._dtype)
         return self._casts[id(tensor)]
 
 
@@ -241,7 +244,7 @@ def _reduce(tile: torch.Tensor, bytes_each: int) -> None:
 
 
 def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
-    """Add a product to a sum in fp32; on a GPU, the product is one of bfloat16 and added in fp32 at once."""
+    """Add a product to a sum in fp32; on a GPU, the product is one of 16 bits and added in fp32 at once."""
     if total.device.type == "cpu":
         total.addmm_(one.float(), other.float())
     else:

@@ -52,15 +52,16 @@ _STEPS = {
     DPO: "DPOTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
     PLAIN: "transformers' Trainer: all logits, in float32 for the loss",
 }
-_TYPES = ("float32", "bfloat16")
+_TYPES = ("float32", "bfloat16", "float16")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer": tuple(_STEPS),
     "dtype": _TYPES,
+    "bf16": (None, True, False),
     "bnb_4bit_compute_dtype": (None, *_TYPES),
     "optim": OPTIMIZERS,
     **dict.fromkeys(
         (
-            *("padded", "bf16", "gradient_checkpointing", "lora", "load_in_4bit"),
+            *("padded", "fp16", "gradient_checkpointing", "lora", "load_in_4bit"),
             *("bnb_4bit_use_double_quant", "precompute_ref_log_probs", "fsdp"),
         ),
         (True, False),
@@ -99,9 +100,11 @@ class TransformersStep:
     padded: bool = False
     """Whether some rows of a micro-batch are shorter, so that attention needs a mask."""
     dtype: str = "float32"
-    """The type of the weights: ``float32`` or ``bfloat16``."""
-    bf16: bool = True
-    """Whether the model computes in bfloat16 whatever its weights are."""
+    """The type of the weights: ``float32``, ``bfloat16`` or ``float16``."""
+    bf16: bool | None = None
+    """Whether the model computes in bfloat16 whatever its weights are; by default, unless ``fp16``."""
+    fp16: bool = False
+    """Whether it computes in float16 instead, with scaled gradients."""
     gradient_checkpointing: bool = True
     """Whether backward computes each layer again."""
     optim: str = OPTIMIZERS[0]
@@ -141,6 +144,13 @@ class TransformersStep:
                 "fsdp: two sharded models, as DPO with a reference in memory has, cannot be traced. Set "
                 "precompute_ref_log_probs=True, or fsdp=False for ranks that have all weights (more memory)."
             )
+        if self.fp16 and self.bf16:
+            raise UsageError("fp16: the model computes in one type. Leave bf16 out.")
+        if self.fp16 and self.dtype == "float16" and not self.lora:
+            raise UsageError(
+                "dtype: gradients of weights in float16 cannot be scaled. Use dtype=float32, or lora=True, which "
+                "trains adapters in float32."
+            )
         if self.load_in_4bit and not self.lora:
             raise UsageError("load_in_4bit: weights of 4 bits cannot be trained. Set lora=True.")
         if self.load_in_4bit and self.fsdp:
@@ -158,6 +168,13 @@ class TransformersStep:
     def has_pairs(self) -> bool:
         """Whether a row is a pair: one that is chosen and one that is rejected."""
         return self.trainer == DPO
+
+    @property
+    def _half(self) -> torch.dtype | None:
+        """The type that mixed precision computes in, if there is any."""
+        if self.fp16:
+            return torch.float16
+        return None if self.bf16 is False else torch.bfloat16
 
     @property
     def _computes_4_bits_in(self) -> str:
@@ -207,7 +224,8 @@ class TransformersStep:
 
     def about(self) -> tuple[str, ...]:
         """What is planned, for people."""
-        computes = ", computing in bfloat16" if self.bf16 and self.dtype != "bfloat16" else ""
+        half = str(self._half).removeprefix("torch.")
+        computes = f", computing in {half}" if self._half and self.dtype != half else ""
         lines = [
             f"step: that of {_STEPS[self.trainer]}",
             f"model: transformers {version('transformers')}, weights in {self.dtype}{computes}",
@@ -230,6 +248,8 @@ class TransformersStep:
             reference = "the model without adapters" if self.lora else "a second model, in memory"
             found = "computed before" if self.precompute_ref_log_probs else reference
             lines.append(f"reference: {found}; a row is a pair, whose two halves are one batch")
+        if self.fp16:
+            lines.append("attention: as FlashAttention has it; on GPUs without it (V100, T4) it may take more")
         if self.ranks > 1:
             how = (
                 "FSDP2 as accelerate 1.15 wraps it"
@@ -295,7 +315,7 @@ class TransformersStep:
         if self.trainer == PLAIN:
             with self._mixed_precision():
                 found = model(input_ids=tokens, labels=labels, use_cache=False)
-            if self.bf16:
+            if self._half:
                 found.logits = found.logits.float()  # accelerate's, of every output
             loss: torch.Tensor = found.loss
             return loss
@@ -332,10 +352,10 @@ class TransformersStep:
         return torch.ones(batch_size, 1, kv_length, kv_length, dtype=torch.bool, device=device)
 
     def _mixed_precision(self) -> AbstractContextManager[Any]:
-        if not self.bf16:
+        if self._half is None:
             return nullcontext()
         # DPO's second model is not trained, but the trainer leaves it as if it were.
-        return Autocast(keeps_all=not self.lora and not torch.is_grad_enabled())
+        return Autocast(self._half, keeps_all=not self.lora and not torch.is_grad_enabled())
 
     def _when_checkpointed(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The contexts of a layer in the forward pass, and when backward repeats it."""
@@ -349,7 +369,7 @@ class TransformersStep:
             weight = model.get_output_embeddings().weight
             if isinstance(weight, DTensor):
                 weight = weight.full_tensor()
-            compute_in = torch.bfloat16 if self.bf16 else hidden.dtype
+            compute_in = self._half or hidden.dtype
             log_probs: torch.Tensor = TiledLogProbs.apply(
                 flat(hidden), weight, labels[:, 1:].reshape(-1), compute_in
             )
@@ -367,11 +387,10 @@ class TransformersStep:
     def _shard(self, model: Any) -> None:
         """Shard a model as accelerate does."""
         options: dict[str, Any] = {}
-        if self.bf16:
+        if half := self._half:
             for parameter in model.parameters():
                 if parameter.requires_grad:  # accelerate's master weights
                     parameter.data = parameter.data.float()
-            half = torch.bfloat16
             options["mp_policy"] = MixedPrecisionPolicy(half, half, half)
         for layer in layers_of(model):
             fully_shard(layer, **options)
