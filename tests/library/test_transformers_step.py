@@ -32,6 +32,9 @@ def step(**settings: Any) -> TransformersStep:
         ({"fp16": True, "bf16": True}, "fp16: the model computes in one type"),
         ({"fp16": True, "dtype": "float16"}, "dtype: gradients of weights in float16 cannot be scaled"),
         ({"optim": "lomo"}, "optim: 'lomo' must be one of: 'adamw_torch_fused'"),
+        ({"packing": True, "trainer": "Trainer"}, "packing: what is packed is SFTTrainer's, not Trainer's"),
+        ({"packing": True, "padded": True}, "packing: what is packed has no padding"),
+        ({"packing": True, "bf16": False}, "packing: FlashAttention, .* has no kernels for float32"),
         ({"load_in_4bit": True}, "load_in_4bit: weights of 4 bits cannot be trained. Set lora=True"),
         ({"load_in_4bit": True, "lora": True, "fsdp": True, "ranks": 2}, "fsdp: sharded weights of 4 bits"),
         ({"optim": "adafactor", "fsdp": True, "ranks": 2}, "fsdp: adafactor cannot update"),
@@ -56,6 +59,13 @@ def test_without_transformers_the_remedy_is_named(monkeypatch: pytest.MonkeyPatc
 def test_a_pair_is_two_rows() -> None:
     assert step(max_length=8)._batch(3)["input_ids"].shape == (3, 8)
     assert step(max_length=8, trainer="DPOTrainer")._batch(3)["input_ids"].shape == (6, 8)
+
+
+def test_packed_rows_are_one() -> None:
+    packed = step(max_length=8, packing=True)._batch(3)
+    assert packed["input_ids"].shape == packed["position_ids"].shape == (1, 24)
+    assert packed["cu_seq_lens"].dtype == torch.int32 and len(packed["cu_seq_lens"]) == 4
+    assert "attention_mask" not in packed
 
 
 def test_adapters_are_in_fp32_and_named_layers_get_them() -> None:

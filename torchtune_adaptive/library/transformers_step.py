@@ -61,7 +61,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "optim": OPTIMIZERS,
     **dict.fromkeys(
         (
-            *("padded", "fp16", "gradient_checkpointing", "lora", "load_in_4bit"),
+            *("padded", "packing", "fp16", "gradient_checkpointing", "lora", "load_in_4bit"),
             *("bnb_4bit_use_double_quant", "precompute_ref_log_probs", "fsdp"),
         ),
         (True, False),
@@ -99,6 +99,9 @@ class TransformersStep:
     """Tokens in a row; all rows are as long."""
     padded: bool = False
     """Whether some rows of a micro-batch are shorter, so that attention needs a mask."""
+    packing: bool = False
+    """Whether samples are packed into rows of ``max_length``, and all rows of a micro-batch into one row
+    without padding, as SFTTrainer does."""
     dtype: str = "float32"
     """The type of the weights: ``float32``, ``bfloat16`` or ``float16``."""
     bf16: bool | None = None
@@ -143,6 +146,14 @@ class TransformersStep:
             raise UsageError(
                 "fsdp: two sharded models, as DPO with a reference in memory has, cannot be traced. Set "
                 "precompute_ref_log_probs=True, or fsdp=False for ranks that have all weights (more memory)."
+            )
+        if self.packing and (self.trainer != SFT or self.padded):
+            reason = "has no padding" if self.padded else f"is SFTTrainer's, not {self.trainer}'s"
+            raise UsageError(f"packing: what is packed {reason}. Set padded=False and trainer={SFT!r}.")
+        if self.packing and self._half is None and self.dtype == "float32":
+            raise UsageError(
+                "packing: FlashAttention, which keeps packed samples apart, has no kernels for float32. Set "
+                "bf16=True or dtype=bfloat16."
             )
         if self.fp16 and self.bf16:
             raise UsageError("fp16: the model computes in one type. Leave bf16 out.")
@@ -257,8 +268,14 @@ class TransformersStep:
                 else "DDP, with gradients in buckets"
             )
             lines.append(f"ranks: {how}")
-        mask = "with padding, which costs a mask" if self.padded else "without padding"
-        lines.append(f"rows: {mask} (padded=True or False)")
+        if self.packing:
+            lines.append(
+                "rows: packed, and those of a micro-batch are one row. attn_implementation='flash_attention_2' is "
+                "assumed; sdpa would have a mask for each pair of tokens"
+            )
+        else:
+            mask = "with padding, which costs a mask" if self.padded else "without padding"
+            lines.append(f"rows: {mask} (padded=True or False)")
         return tuple(lines)
 
     def _build(self) -> nn.Module:
@@ -302,9 +319,18 @@ class TransformersStep:
 
     def _batch(self, rows: int) -> Batch:
         """Rows; of a pair, the chosen and the rejected one."""
+        if self.packing:
+            return self._packed(rows)
         rows *= 1 + self.has_pairs
         tokens = torch.zeros(rows, self.max_length, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": tokens.clone()}
+
+    def _packed(self, rows: int) -> Batch:
+        """Rows as one, of which samples are told apart by where they begin: as many samples as rows."""
+        tokens = torch.zeros(1, rows * self.max_length, dtype=torch.long)
+        begins = torch.zeros(rows + 1, dtype=torch.int32)
+        named = {name: tokens.clone() for name in ("input_ids", "labels", "position_ids")}
+        return {**named, "cu_seq_lens": begins, "seq_idx": tokens.int()}
 
     def _forward(self, built: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss of a micro-batch."""
@@ -319,7 +345,7 @@ class TransformersStep:
                 found.logits = found.logits.float()  # accelerate's, of every output
             loss: torch.Tensor = found.loss
             return loss
-        found = model(tokens, labels)
+        found = model(tokens, labels, batch.get("position_ids"))
         if self.trainer == SFT:
             return -found.sum() / found.numel()
         return preference_loss(found, self._reference_log_probs(prepared, tokens, labels))
@@ -361,10 +387,16 @@ class TransformersStep:
         """The contexts of a layer in the forward pass, and when backward repeats it."""
         return nullcontext(), self._mixed_precision()
 
-    def _log_probs(self, model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _log_probs(
+        self,
+        model: Any,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The log-probability of each token that is predicted, by TRL's head."""
         with self._mixed_precision():
-            found = model.base_model(input_ids=tokens, use_cache=False)
+            found = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)
             hidden = found.last_hidden_state[:, :-1]
             weight = model.get_output_embeddings().weight
             if isinstance(weight, DTensor):
