@@ -142,7 +142,9 @@ def beside_weights(model: Any) -> list[Any]:
     """What bitsandbytes holds for weights of 4 bits."""
     states = [one.quant_state for one in model.parameters() if hasattr(one, "quant_state")]
     inner = [state.state2 for state in states if state.nested]
-    found = [getattr(one, name) for one in (*states, *inner) for name in ("absmax", "code", "offset")]
+    found = [
+        getattr(one, name) for one in (*states, *inner) for name in ("absmax", "code", "offset")
+    ]
     return [one for one in found if one is not None]
 
 

@@ -30,13 +30,28 @@ def step(**settings: Any) -> TransformersStep:
         ({"trainer": "GRPOTrainer"}, "trainer: 'GRPOTrainer' must be one of: 'SFTTrainer'"),
         ({"dtype": "int8"}, "dtype: 'int8' must be one of: 'float32', 'bfloat16', 'float16'"),
         ({"fp16": True, "bf16": True}, "fp16: the model computes in one type"),
-        ({"fp16": True, "dtype": "float16"}, "dtype: gradients of weights in float16 cannot be scaled"),
+        (
+            {"fp16": True, "dtype": "float16"},
+            "dtype: gradients of weights in float16 cannot be scaled",
+        ),
         ({"optim": "lomo"}, "optim: 'lomo' must be one of: 'adamw_torch_fused'"),
-        ({"packing": True, "trainer": "Trainer"}, "packing: what is packed is SFTTrainer's, not Trainer's"),
+        (
+            {"packing": True, "trainer": "Trainer"},
+            "packing: what is packed is SFTTrainer's, not Trainer's",
+        ),
         ({"packing": True, "padded": True}, "packing: what is packed has no padding"),
-        ({"packing": True, "bf16": False}, "packing: FlashAttention, .* has no kernels for float32"),
-        ({"load_in_4bit": True}, "load_in_4bit: weights of 4 bits cannot be trained. Set lora=True"),
-        ({"load_in_4bit": True, "lora": True, "fsdp": True, "ranks": 2}, "fsdp: sharded weights of 4 bits"),
+        (
+            {"packing": True, "bf16": False},
+            "packing: FlashAttention, .* has no kernels for float32",
+        ),
+        (
+            {"load_in_4bit": True},
+            "load_in_4bit: weights of 4 bits cannot be trained. Set lora=True",
+        ),
+        (
+            {"load_in_4bit": True, "lora": True, "fsdp": True, "ranks": 2},
+            "fsdp: sharded weights of 4 bits",
+        ),
         ({"optim": "adafactor", "fsdp": True, "ranks": 2}, "fsdp: adafactor cannot update"),
         ({"bf16": "yes"}, "bf16: 'yes' must be one of: None, True, False"),
         ({"r": 0}, "r: 0 must be a whole number"),

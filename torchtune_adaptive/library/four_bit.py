@@ -18,7 +18,7 @@ _BLOCK = 64
 _SCALES = 256
 """Scales that have a scale in common, where they are quantized as well (*double quantization*)."""
 _CODES = 16
-"""Numbers that 4 bits stand for, of which each layer has a table. The one for scales is shared, and left out."""
+"""Numbers that 4 bits stand for: each layer has a table. The one for scales is shared, and left out."""
 
 
 class FourBitLinear(nn.Module):
@@ -30,11 +30,14 @@ class FourBitLinear(nn.Module):
         double: whether the scales of the blocks have 8 bits instead of 32.
     """
 
+    scales: torch.Tensor
+    mean_scale: torch.Tensor
+
     def __init__(self, like: nn.Linear, compute_in: torch.dtype, double: bool) -> None:
         super().__init__()
         self.shape, self.dtype = like.weight.shape, like.weight.dtype
         self.out_features, self.in_features = self.shape
-        self.compute_in, self.double = compute_in, double
+        self.compute_in, self.nested = compute_in, double
         device = like.weight.device
         codes = torch.empty(-(-self.shape.numel() // 2), 1, dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(codes, requires_grad=False)
@@ -76,13 +79,13 @@ class _Product(torch.autograd.Function):
         layer: FourBitLinear,
     ) -> torch.Tensor:
         ctx.layer = layer
-        scales = layer.full_scales()
-        if layer.double:
-            centred, scales = scales, scales + layer.mean_scale  # both are held until the end
+        held = [layer.full_scales()]  # until the end
+        if layer.nested:
+            held.append(held[0] + layer.mean_scale)
         return F.linear(inputs, layer.dequantized(inputs.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         scales = ctx.layer.full_scales()
@@ -93,7 +96,7 @@ class _Product(torch.autograd.Function):
 
 
 def quantize(model: Any, compute_in: torch.dtype, double: bool) -> None:
-    """Let all linear layers of a model have 4 bits, but for the head, as transformers does when it loads it."""
+    """Let all linear layers of a model but the head have 4 bits, as transformers does when it loads it."""
     head = model.get_output_embeddings()
     for name, module in [*model.named_modules()]:
         if type(module) is nn.Linear and module is not head:

@@ -52,7 +52,9 @@ class BlockwiseAdamW(Optimizer):
         state: dict[str, Any] = {"step": 0}
         if not (self._paged and size >= self.SMALLEST_PAGED and device.type != "cpu"):
             dtype = torch.float32 if wide else torch.uint8
-            state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in ("first", "second")}
+            state |= {
+                name: torch.zeros_like(parameter, dtype=dtype) for name in ("first", "second")
+            }
         if not wide:
             if not self._tables:
                 self._tables = tuple(torch.zeros(self.VALUES, device=device) for _ in range(2))
@@ -63,7 +65,7 @@ class BlockwiseAdamW(Optimizer):
 
 
 def mark_embeddings(model: nn.Module) -> None:
-    """Let ``BlockwiseAdamW`` know the weights of embeddings, whatever they are replaced by until they are used."""
+    """Let ``BlockwiseAdamW`` know the weights of embeddings, which are replaced before they are used."""
 
     def mark(embedding: Any, _: Any) -> None:
         embedding.weight.of_embedding = True
@@ -81,7 +83,7 @@ def _adafactor(groups: Groups, lr: float) -> Optimizer:
         that leave behind what they find."""
 
         @torch.no_grad()
-        def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        def step(self, closure: Callable[[], float] | None = None) -> None:
             kept = {parameter: state["RMS"] for parameter, state in self.state.items()}
             super().step(closure)
             for parameter, number in kept.items():
@@ -118,5 +120,9 @@ def about_optimizer(name: str) -> str:
     if name not in _BITSANDBYTES:
         return name
     bits = "8 bits, and 32 for embeddings" if "8bit" in name else "32 bits"
-    paged = "; managed memory, which may move to the host, is not in the peak" if "paged" in name else ""
+    paged = (
+        "; managed memory, which may move to the host, is not in the peak"
+        if "paged" in name
+        else ""
+    )
     return f"{name} as of bitsandbytes 0.50, moments of {bits}{paged}"

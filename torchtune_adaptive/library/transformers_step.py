@@ -149,7 +149,9 @@ class TransformersStep:
             )
         if self.packing and (self.trainer != SFT or self.padded):
             reason = "has no padding" if self.padded else f"is SFTTrainer's, not {self.trainer}'s"
-            raise UsageError(f"packing: what is packed {reason}. Set padded=False and trainer={SFT!r}.")
+            raise UsageError(
+                f"packing: what is packed {reason}. Set padded=False and trainer={SFT!r}."
+            )
         if self.packing and self._half is None and self.dtype == "float32":
             raise UsageError(
                 "packing: FlashAttention, which keeps packed samples apart, has no kernels for float32. Set "
@@ -159,8 +161,8 @@ class TransformersStep:
             raise UsageError("fp16: the model computes in one type. Leave bf16 out.")
         if self.fp16 and self.dtype == "float16" and not self.lora:
             raise UsageError(
-                "dtype: gradients of weights in float16 cannot be scaled. Use dtype=float32, or lora=True, which "
-                "trains adapters in float32."
+                "dtype: gradients of weights in float16 cannot be scaled. Use dtype=float32, or lora=True, "
+                "which trains adapters in float32."
             )
         if self.load_in_4bit and not self.lora:
             raise UsageError("load_in_4bit: weights of 4 bits cannot be trained. Set lora=True.")
@@ -260,7 +262,9 @@ class TransformersStep:
             found = "computed before" if self.precompute_ref_log_probs else reference
             lines.append(f"reference: {found}; a row is a pair, whose two halves are one batch")
         if self.fp16:
-            lines.append("attention: as FlashAttention has it; on GPUs without it (V100, T4) it may take more")
+            lines.append(
+                "attention: FlashAttention's; on GPUs that lack it (V100, T4) it may take more"
+            )
         if self.ranks > 1:
             how = (
                 "FSDP2 as accelerate 1.15 wraps it"
@@ -270,8 +274,8 @@ class TransformersStep:
             lines.append(f"ranks: {how}")
         if self.packing:
             lines.append(
-                "rows: packed, and those of a micro-batch are one row. attn_implementation='flash_attention_2' is "
-                "assumed; sdpa would have a mask for each pair of tokens"
+                "rows: packed, and those of a micro-batch are one row. attn_implementation="
+                "'flash_attention_2' is assumed; sdpa would have a mask for each pair of tokens"
             )
         else:
             mask = "with padding, which costs a mask" if self.padded else "without padding"
