@@ -65,10 +65,12 @@ def test_settings_are_the_trainers_own(
 def test_trainers_have_their_own_defaults(tmp_path: Path, steps: Any) -> None:
     folder = written(tmp_path, LLAMA_1B)
     plain = ("--trainer", "Trainer")
-    for words in ((), plain, (*plain, "bf16=true")):
+    for words in ((), plain, (*plain, "bf16=true"), (*plain, "--method", "qlora")):
         plan_command(asked(folder, *words))
-    sft, full, half = (step for step, _ in steps)
-    assert sft.trainer == "SFTTrainer" and sft.bf16 and sft.gradient_checkpointing
+    sft, full, half, qlora = (step for step, _ in steps)
+    assert qlora.lora and qlora.load_in_4bit and qlora.gradient_checkpointing and not qlora.bf16
+    assert not sft.load_in_4bit
+    assert sft.trainer == "SFTTrainer" and sft.bf16 is None and sft.gradient_checkpointing
     assert not full.bf16 and not full.gradient_checkpointing
     assert half.bf16
 
@@ -88,7 +90,7 @@ def test_json_and_status(tmp_path: Path, steps: Any, capsys: pytest.CaptureFixtu
         (["batch_size=4"], "'batch_size=4' is not a setting of this step. Write one of "),
         (["lora_rank"], "'lora_rank' is not an override"),
         (["trainer=DPOTrainer"], "'trainer=DPOTrainer' is not a setting of this step"),
-        (["--method", "qlora"], "bitsandbytes' 4-bit weights cannot be traced"),
+        (["--method", "qlora", "fsdp=true"], "sharded weights of 4 bits"),
         (["--fastest"], "--fastest: True is not for this step"),
         (["--tokens", "5M"], "--tokens: '5M' is not for this step"),
     ],

@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("transformers", "peft", "trl", "requests", "lightning", "pillow")
+OTHERS = ("transformers", "peft", "trl", "bitsandbytes", "requests", "lightning", "pillow")
 TORCHTITAN = ("torchtitan==0.3.0", "triton", "torchao>=0.18")
 """torchtitan needs an older datasets than TRL; and it does not say that it needs the other two."""
 AXOLOTL = (

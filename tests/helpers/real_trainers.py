@@ -20,7 +20,9 @@ SHAPE |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
 PLAIN = {"trainer": "Trainer", "gradient_checkpointing": False, "per_device_train_batch_size": 4}
 SFT = {"trainer": "SFTTrainer", "per_device_train_batch_size": 4}
 DPO = {"trainer": "DPOTrainer", "per_device_train_batch_size": 2}
+FP16 = {"bf16": False, "fp16": True}
 HALF = {"dtype": "bfloat16"}
+QLORA = {**HALF, "lora": True, "load_in_4bit": True}
 CASES: dict[str, dict[str, Any]] = {
     "Trainer in fp32": {**PLAIN, "bf16": False},
     "Trainer with some adapters": {
@@ -46,8 +48,28 @@ CASES: dict[str, dict[str, Any]] = {
     "DPO": DPO,
     "DPO in bfloat16": {**DPO, **HALF},
     "DPO with adapters": {**DPO, **HALF, "lora": True},
+    **{
+        f"SFT with {name}": {**SFT, **HALF, "optim": name}
+        for name in ("adamw_torch", "adafactor", "sgd", "adamw_8bit")
+    },
+    "SFT with packing": {**SFT, **HALF, "packing": True, "gradient_checkpointing": False},
+    "Trainer in fp16": {**PLAIN, **FP16},
+    "SFT in fp16": {**SFT, **FP16},
+    "SFT in fp16 with adapters": {**SFT, **FP16, "dtype": "float16", "lora": True},
+    "Trainer with QLoRA": {
+        **PLAIN,
+        **QLORA,
+        "gradient_checkpointing": True,
+        "bnb_4bit_use_double_quant": True,
+    },
+    "SFT with QLoRA": {**SFT, **QLORA, "bnb_4bit_use_double_quant": True, "lora_dropout": 0.1},
+    "SFT with QLoRA in float32": {**SFT, **QLORA, "dtype": "float32"},
+    "SFT with QLoRA and no checkpointing": {**SFT, **QLORA, "gradient_checkpointing": False},
+    "DPO with QLoRA": {**DPO, **QLORA},
+    "Trainer with 32-bit moments": {**PLAIN, "bf16": False, "optim": "paged_adamw_32bit"},
 }
-OURS = ("trainer", "dtype", "lora", "lora_dropout", "target_modules")
+OURS = ("trainer", "dtype", "lora", "lora_dropout", "target_modules", "load_in_4bit")
+OURS += ("bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
 """Settings that the trainers' own arguments do not have."""
 
 
@@ -75,12 +97,63 @@ def rows_for(trainer: str) -> Any:
     return Dataset.from_list([row] * 16)
 
 
+def attend_without_mask(model: Any) -> None:
+    """Attend as FlashAttention does where samples are packed, as far as memory goes: it has no mask."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register("without_mask", AttentionInterface()["sdpa"])
+    AttentionMaskInterface.register("without_mask", lambda **_: None)
+    model.set_attn_implementation("without_mask")
+
+
+def quantized(model: Any, dtype: Any, case: dict[str, Any]) -> Any:
+    """The same as transformers loads it with 4 bits; products are as on a GPU, with the whole weight."""
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    compute_in = case.get("bnb_4bit_compute_dtype") or case["dtype"]
+    double = case.get("bnb_4bit_use_double_quant", False)
+    model.save_pretrained("weights")
+    model = AutoModelForCausalLM.from_pretrained(
+        "weights",
+        dtype=dtype,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=getattr(torch, compute_in),
+            bnb_4bit_use_double_quant=double,
+        ),
+    )
+    operations = torch.ops.bitsandbytes
+
+    def product(a: Any, b: Any, shape: Any, scales: Any, block: int, kind: str, **more: Any) -> Any:
+        if (codes := more.get("absmax_8bit")) is not None:
+            table = more["absmax_code"]
+            centred = operations.dequantize_blockwise(codes, scales, table, 256, torch.float32)
+            scales = centred + more["absmax_offset"]
+        weight = operations.dequantize_4bit(b, scales, block, kind, shape, a.dtype)
+        return torch.nn.functional.linear(a, weight, more.get("bias"))
+
+    operations.gemm_4bit.default = product  # one operation otherwise, in which nothing is seen
+    return model
+
+
+def beside_weights(model: Any) -> list[Any]:
+    """What bitsandbytes holds for weights of 4 bits."""
+    states = [one.quant_state for one in model.parameters() if hasattr(one, "quant_state")]
+    inner = [state.state2 for state in states if state.nested]
+    found = [
+        getattr(one, name) for one in (*states, *inner) for name in ("absmax", "code", "offset")
+    ]
+    return [one for one in found if one is not None]
+
+
 def measured(case: dict[str, Any]) -> int:
     """The peak of the third step of the real trainer."""
     import torch
     import transformers
     import trl
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from torchtune_adaptive.core.device.simulated import SimulatedMemory
@@ -88,7 +161,12 @@ def measured(case: dict[str, Any]) -> int:
     name, memory = case["trainer"], SimulatedMemory(1 << 40)
     dtype = getattr(torch, case.get("dtype", "float32"))
     model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(dtype)
+    if case.get("packing"):
+        attend_without_mask(model)
+    if case.get("load_in_4bit"):
+        model = quantized(model, dtype, case)
     arguments = {key: value for key, value in case.items() if key not in OURS}
+    in_fp16 = arguments.pop("fp16", False)
     arguments |= {"bf16": case.get("bf16", True), "max_steps": 3, "use_cpu": True}
     arguments |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     more: dict[str, Any] = {}
@@ -97,6 +175,8 @@ def measured(case: dict[str, Any]) -> int:
         targets = targets if isinstance(targets, str) else list(targets)
         adapters = LoraConfig(lora_dropout=case.get("lora_dropout", 0.0), target_modules=targets)
         if name == "Trainer":
+            if case.get("load_in_4bit"):
+                model = prepare_model_for_kbit_training(model)
             model = get_peft_model(model, adapters)
         else:
             more["peft_config"] = adapters
@@ -124,8 +204,12 @@ def measured(case: dict[str, Any]) -> int:
         callbacks=[Watch()],
         **more,
     )
+    if in_fp16:  # accelerate makes a scaler for devices only
+        accelerator = trainer.accelerator
+        accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for each in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
-        memory.adopt([*each.parameters(), *each.buffers()])
+        memory.adopt([*each.parameters(), *each.buffers(), *beside_weights(each)])
     with memory.running():
         trainer.train()
     return memory.usage().peak_bytes

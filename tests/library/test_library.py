@@ -55,9 +55,11 @@ SIGNATURES = {
     "Speed": "(seconds, tokens_per_second_per_gpu, mfu, parts, recomputing, band, "
     "rows_per_second_per_gpu=0.0)",
     "TransformersStep": "(*, folder, trainer='SFTTrainer', per_device_train_batch_size=8, "
-    "gradient_accumulation_steps=1, max_length=1024, padded=False, dtype='float32', bf16=True, "
-    "gradient_checkpointing=True, optim='adamw_torch_fused', max_grad_norm=1.0, lora=False, r=8, "
-    "lora_dropout=0.0, target_modules='all-linear', precompute_ref_log_probs=False, ranks=1, fsdp=False)",
+    "gradient_accumulation_steps=1, max_length=1024, padded=False, packing=False, dtype='float32', "
+    "bf16=None, fp16=False, gradient_checkpointing=True, optim='adamw_torch_fused', max_grad_norm=1.0, "
+    "lora=False, r=8, lora_dropout=0.0, target_modules='all-linear', load_in_4bit=False, "
+    "bnb_4bit_compute_dtype=None, bnb_4bit_use_double_quant=False, precompute_ref_log_probs=False, ranks=1, "
+    "fsdp=False)",
     "lr_factor": "(rule, batch, start, noise=None, exponent=0.5)",
     "Outcome": "(loss, weight, gradient_norm, micro_batch, retried, allocation_retries, overflow, noise)",
     "Moment": "(samples, epochs, start, current, lr_factor=1.0, noise=None)",

@@ -25,7 +25,7 @@ def test_what_is_planned_is_what_the_trainers_take(beside_trl: Path, tmp_path: P
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])

@@ -28,9 +28,32 @@ def step(**settings: Any) -> TransformersStep:
     ("settings", "complaint"),
     [
         ({"trainer": "GRPOTrainer"}, "trainer: 'GRPOTrainer' must be one of: 'SFTTrainer'"),
-        ({"dtype": "float16"}, "dtype: 'float16' must be one of: 'float32', 'bfloat16'"),
+        ({"dtype": "int8"}, "dtype: 'int8' must be one of: 'float32', 'bfloat16', 'float16'"),
+        ({"fp16": True, "bf16": True}, "fp16: the model computes in one type"),
+        (
+            {"fp16": True, "dtype": "float16"},
+            "dtype: gradients of weights in float16 cannot be scaled",
+        ),
         ({"optim": "lomo"}, "optim: 'lomo' must be one of: 'adamw_torch_fused'"),
-        ({"bf16": "yes"}, "bf16: 'yes' must be one of: True, False"),
+        (
+            {"packing": True, "trainer": "Trainer"},
+            "packing: what is packed is SFTTrainer's, not Trainer's",
+        ),
+        ({"packing": True, "padded": True}, "packing: what is packed has no padding"),
+        (
+            {"packing": True, "bf16": False},
+            "packing: FlashAttention, .* has no kernels for float32",
+        ),
+        (
+            {"load_in_4bit": True},
+            "load_in_4bit: weights of 4 bits cannot be trained. Set lora=True",
+        ),
+        (
+            {"load_in_4bit": True, "lora": True, "fsdp": True, "ranks": 2},
+            "fsdp: sharded weights of 4 bits",
+        ),
+        ({"optim": "adafactor", "fsdp": True, "ranks": 2}, "fsdp: adafactor cannot update"),
+        ({"bf16": "yes"}, "bf16: 'yes' must be one of: None, True, False"),
         ({"r": 0}, "r: 0 must be a whole number"),
         ({"max_length": "1k"}, "max_length: '1k' must be a whole number"),
         ({"lora_dropout": 1.0}, "lora_dropout: 1.0 must be a share"),
@@ -51,6 +74,13 @@ def test_without_transformers_the_remedy_is_named(monkeypatch: pytest.MonkeyPatc
 def test_a_pair_is_two_rows() -> None:
     assert step(max_length=8)._batch(3)["input_ids"].shape == (3, 8)
     assert step(max_length=8, trainer="DPOTrainer")._batch(3)["input_ids"].shape == (6, 8)
+
+
+def test_packed_rows_are_one() -> None:
+    packed = step(max_length=8, packing=True)._batch(3)
+    assert packed["input_ids"].shape == packed["position_ids"].shape == (1, 24)
+    assert packed["cu_seq_lens"].dtype == torch.int32 and len(packed["cu_seq_lens"]) == 4
+    assert "attention_mask" not in packed
 
 
 def test_adapters_are_in_fp32_and_named_layers_get_them() -> None:
@@ -80,7 +110,8 @@ def test_adapters_are_in_fp32_and_named_layers_get_them() -> None:
     assert model.q_proj(inputs).requires_grad
 
 
-def test_autocast_computes_as_torchs() -> None:
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_autocast_computes_as_torchs(half: torch.dtype) -> None:
     """With torch's own on the CPU, which has one; gradients as well."""
     torch.manual_seed(0)
     layer, inputs = nn.Linear(8, 8), torch.randn(5, 8)
@@ -88,13 +119,14 @@ def test_autocast_computes_as_torchs() -> None:
     def run(mode: Any) -> tuple[torch.Tensor, ...]:
         layer.zero_grad()
         with mode:
-            hidden = layer(inputs) @ layer.weight.t()
+            other = torch.float16 if half == torch.bfloat16 else torch.bfloat16
+            hidden = layer(inputs.to(other)) @ layer.weight.t()
             out = F.scaled_dot_product_attention(*(hidden.float()[None, None] for _ in range(3)))
         out.float().square().sum().backward()
         return hidden, out, layer.weight.grad.clone()
 
     attention = F.scaled_dot_product_attention
-    ours, torchs = run(Autocast()), run(torch.autocast("cpu", torch.bfloat16))
+    ours, torchs = run(Autocast(half)), run(torch.autocast("cpu", half))
     for one, other in zip(ours, torchs, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
     assert F.scaled_dot_product_attention is attention
@@ -137,3 +169,14 @@ def test_it_says_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         assert said in text
     for said in ("rank 8, in float32", "the model without adapters", "FSDP2 as accelerate"):
         assert said in text
+
+
+def test_it_says_how_4_bits_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_step, "version", lambda name: "5.23.0")
+    qlora = {"lora": True, "load_in_4bit": True, "dtype": "bfloat16"}
+    text = "\n".join(step(**qlora, bnb_4bit_use_double_quant=True).about())
+    assert "with double quantization, computing in bfloat16; the rest is in bfloat16" in text
+    assert "rank 8, in bfloat16 as TRL has them" in text
+    text = "\n".join(step(**qlora, trainer="Trainer", bnb_4bit_compute_dtype="float32").about())
+    assert "without double quantization, computing in float32; the rest is in float32, as" in text
+    assert "rank 8, in float32 as PEFT 0.21 has them" in text

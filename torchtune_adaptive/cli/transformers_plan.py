@@ -18,7 +18,6 @@ from torchtune_adaptive.common import (
     Block,
     ConfigError,
     Listing,
-    NoPrediction,
     Paragraph,
     Table,
     human_bytes,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.library import Plan, TransformersStep
 
 _HEADROOM = 0.05
-_NOT_SETTINGS = ("folder", "lora", "ranks", "trainer")
+_NOT_SETTINGS = ("folder", "load_in_4bit", "lora", "ranks", "trainer")
 """Fields of a step that options give."""
 _UNUSED = ("compare", "plot", "fastest", "may_change", "tokens", "price")
 """Options that this step has no answer to."""
@@ -59,9 +58,9 @@ def plan_transformers(
     step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
     capacity = memory or kind.capacity(ranks)
     plan = step.plan(gpu=kind.name, memory=capacity, headroom=_HEADROOM)
-    told = file.notes if file else ("padded=True or False says whether rows are padded",)
-    about = (*step.about(), *arguments.hf.about, *told, *assumptions)
-    plan = replace(plan, assumptions=about)
+    hints = () if step.packing else ("padded=True or False says whether rows are padded",)
+    told = (*arguments.hf.about, *(file.notes if file else hints), *assumptions)
+    plan = replace(plan, assumptions=(*step.about(), *told))
     verdict = device.verdict(plan.peak)
     if arguments.json:
         about = {"verdict": verdict, "device": asdict(device), "step": asdict(step)}
@@ -87,15 +86,15 @@ def _step(arguments: argparse.Namespace, ranks: int) -> TransformersStep:
     if arguments.seq_len:
         settings["max_length"] = arguments.seq_len
     method: Method = arguments.method or "full"
-    if method == "qlora":
-        raise NoPrediction(
-            "--method qlora: bitsandbytes' 4-bit weights cannot be traced for this step. Plan --method lora "
-            "with dtype=bfloat16, which takes more, or torchtune's step."
-        )
     if arguments.trainer == "Trainer":  # whose defaults differ
-        settings = {"bf16": False, "gradient_checkpointing": False, **settings}
+        # What prepares a model with 4 bits switches checkpointing on.
+        settings = {"bf16": False, "gradient_checkpointing": method == "qlora", **settings}
     return TransformersStep(
-        folder=str(arguments.hf.folder), ranks=ranks, lora=method == "lora", **settings
+        folder=str(arguments.hf.folder),
+        ranks=ranks,
+        lora=method != "full",
+        load_in_4bit=method == "qlora",
+        **settings,
     )
 
 

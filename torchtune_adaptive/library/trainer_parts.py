@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torchtune_adaptive.common import NoPrediction, UsageError
+from torchtune_adaptive.library.four_bit import FourBitLinear
 from torchtune_adaptive.library.private import tree_map_only
 
 ALL_LINEAR = "all-linear"
@@ -43,7 +44,7 @@ class Traceable(TorchFunctionMode):
 
 
 class Autocast(Traceable):
-    """``torch.autocast`` to bfloat16, also for devices that torch has no such kernels for.
+    """``torch.autocast`` to a type of 16 bits, also for devices that torch has no such kernels for.
 
     As torch's, it keeps the casts of weights until it ends: of those that require a gradient, or of all.
     """
@@ -52,14 +53,18 @@ class Autocast(Traceable):
         ("linear", "matmul", "__matmul__", "bmm", "mm", "addmm", "baddbmm", "conv1d")
     )
     _HIGHER = frozenset(("softmax", "log_softmax", "cross_entropy", "nll_loss", "layer_norm"))
+    entered = 0
+    """How often one of them has been entered, and not left."""
 
-    def __init__(self, keeps_all: bool = False) -> None:
+    def __init__(self, half: torch.dtype = torch.bfloat16, keeps_all: bool = False) -> None:
         super().__init__()
+        self._dtype = half
         self._keeps_all = keeps_all
         self._casts: dict[int, torch.Tensor] = {}
 
     def __enter__(self) -> Autocast:
         super().__enter__()
+        Autocast.entered += 1
         self._attention = attention = F.scaled_dot_product_attention
 
         def in_half(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -73,6 +78,7 @@ class Autocast(Traceable):
     def __exit__(self, *error: Any) -> None:
         F.scaled_dot_product_attention = self._attention
         self._casts.clear()
+        Autocast.entered -= 1
         super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -85,13 +91,15 @@ class Autocast(Traceable):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _half(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype != torch.float32:
+        if not tensor.is_floating_point() or tensor.dtype in (self._dtype, torch.float64):
             return tensor
+        if tensor.dtype != torch.float32:
+            return tensor.to(self._dtype)
         kept = tensor.requires_grad or (self._keeps_all and isinstance(tensor, nn.Parameter))
         if not (tensor.is_leaf and kept):
-            return tensor.to(torch.bfloat16)
+            return tensor.to(self._dtype)
         if id(tensor) not in self._casts:
-            self._casts[id(tensor)] = tensor.to(torch.bfloat16)
+            self._casts[id(tensor)] = tensor.to(self._dtype)
         return self._casts[id(tensor)]
 
 
@@ -100,13 +108,15 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Adapted(nn.Module):
-    """A linear layer with an adapter in fp32, as PEFT's."""
+    """A linear layer with an adapter, as PEFT's."""
 
-    def __init__(self, base: nn.Linear, r: int, dropout: float) -> None:
+    def __init__(
+        self, base: nn.Linear | FourBitLinear, r: int, dropout: float, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.base = base
-        self.lora_a = nn.Linear(base.in_features, r, bias=False, dtype=torch.float32)
-        self.lora_b = nn.Linear(r, base.out_features, bias=False, dtype=torch.float32)
+        self.lora_a = nn.Linear(base.in_features, r, bias=False, dtype=dtype)
+        self.lora_b = nn.Linear(r, base.out_features, bias=False, dtype=dtype)
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.enabled = True
 
@@ -114,20 +124,34 @@ class Adapted(nn.Module):
         result: torch.Tensor = self.base(inputs)
         if not self.enabled:
             return result
-        dtype = result.dtype
-        inputs = inputs.to(torch.float32)
-        result = result + self.lora_b(self.lora_a(self.dropout(inputs))) * 2.0
-        return result.to(dtype)
+        dtype, quantized = result.dtype, isinstance(self.base, FourBitLinear)
+        if quantized:
+            result = result.clone()
+        # PEFT asks for autocast on a GPU, also where there is none.
+        casts = not (quantized and Autocast.entered and inputs.device.type != "cpu")
+        if casts:
+            inputs = inputs.to(self.lora_a.weight.dtype)
+        added = self.lora_b(self.lora_a(self.dropout(inputs))) * 2.0
+        if quantized and casts:
+            added = added.to(dtype)
+        result = result + added
+        return result.to(dtype) if casts else result
 
 
-def adapt(model: Any, targets: str | Sequence[str], r: int, dropout: float) -> None:
+def adapt(
+    model: Any,
+    targets: str | Sequence[str],
+    r: int,
+    dropout: float,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Freeze a model, and add adapters to the linear layers that are named; all but the head."""
     model.requires_grad_(False)
     head = model.get_output_embeddings()
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        if isinstance(module, (nn.Linear, FourBitLinear)) and module is not head
     }
     names = {name.rpartition(".")[2] for name in layers}
     wanted = names if targets == ALL_LINEAR else set(targets)
@@ -139,7 +163,7 @@ def adapt(model: Any, targets: str | Sequence[str], r: int, dropout: float) -> N
     for name, module in layers.items():
         parent, _, last = name.rpartition(".")
         if last in wanted:
-            setattr(model.get_submodule(parent), last, Adapted(module, r, dropout))
+            setattr(model.get_submodule(parent), last, Adapted(module, r, dropout, dtype))
 
 
 @contextmanager
@@ -240,7 +264,7 @@ def _reduce(tile: torch.Tensor, bytes_each: int) -> None:
 
 
 def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
-    """Add a product to a sum in fp32; on a GPU, the product is one of bfloat16 and added in fp32 at once."""
+    """Add a product to a sum in fp32; on a GPU, the product is one of 16 bits and added in fp32 at once."""
     if total.device.type == "cpu":
         total.addmm_(one.float(), other.float())
     else:

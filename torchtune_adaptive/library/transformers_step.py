@@ -20,12 +20,20 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from torchtune_adaptive.common import NoPrediction, UsageError, arguments
+from torchtune_adaptive.library.four_bit import prepare, quantize
 from torchtune_adaptive.library.model_types import about_kernels, refuse_loops
 from torchtune_adaptive.library.planning import Plan, plan_batch_size
 from torchtune_adaptive.library.private import attends_by_sdpa, layers_of
+from torchtune_adaptive.library.trainer_optimizers import (
+    OPTIMIZERS,
+    UNSHARDED,
+    about_optimizer,
+    make_optimizer,
+    mark_embeddings,
+)
 from torchtune_adaptive.library.trainer_parts import (
     ALL_LINEAR,
     Autocast,
@@ -46,12 +54,18 @@ _STEPS = {
     DPO: "DPOTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
     PLAIN: "transformers' Trainer: all logits, in float32 for the loss",
 }
-_CHOICES = {
+_TYPES = ("float32", "bfloat16", "float16")
+_CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer": tuple(_STEPS),
-    "dtype": ("float32", "bfloat16"),
-    "optim": ("adamw_torch_fused", "adamw_torch", "sgd"),
+    "dtype": _TYPES,
+    "bf16": (None, True, False),
+    "bnb_4bit_compute_dtype": (None, *_TYPES),
+    "optim": OPTIMIZERS,
     **dict.fromkeys(
-        ("padded", "bf16", "gradient_checkpointing", "lora", "precompute_ref_log_probs", "fsdp"),
+        (
+            *("padded", "packing", "fp16", "gradient_checkpointing", "lora", "load_in_4bit"),
+            *("bnb_4bit_use_double_quant", "precompute_ref_log_probs", "fsdp"),
+        ),
         (True, False),
     ),
 }
@@ -87,14 +101,20 @@ class TransformersStep:
     """Tokens in a row; all rows are as long."""
     padded: bool = False
     """Whether some rows of a micro-batch are shorter, so that attention needs a mask."""
+    packing: bool = False
+    """Whether samples are packed into rows of ``max_length``, and all rows of a micro-batch into one row
+    without padding, as SFTTrainer does."""
     dtype: str = "float32"
-    """The type of the weights: ``float32`` or ``bfloat16``."""
-    bf16: bool = True
-    """Whether the model computes in bfloat16 whatever its weights are."""
+    """The type of the weights: ``float32``, ``bfloat16`` or ``float16``."""
+    bf16: bool | None = None
+    """Whether the model computes in bfloat16 whatever its weights are; by default, unless ``fp16``."""
+    fp16: bool = False
+    """Whether it computes in float16 instead, with scaled gradients."""
     gradient_checkpointing: bool = True
     """Whether backward computes each layer again."""
-    optim: str = "adamw_torch_fused"
-    """``adamw_torch_fused``, ``adamw_torch`` or ``sgd``."""
+    optim: str = OPTIMIZERS[0]
+    """``adamw_torch_fused``, ``adamw_torch``, ``adafactor``, ``sgd``, or bitsandbytes' ``adamw_8bit``,
+    ``paged_adamw_8bit`` or ``paged_adamw_32bit``."""
     max_grad_norm: float = 1.0
     """The norm above which gradients are scaled down; 0 leaves them."""
     lora: bool = False
@@ -105,6 +125,12 @@ class TransformersStep:
     """The share of an adapter's inputs that is dropped."""
     target_modules: str | Sequence[str] = ALL_LINEAR
     """The linear layers that get adapters, by name, or ``all-linear``."""
+    load_in_4bit: bool = False
+    """Whether linear layers are loaded with 4 bits (bitsandbytes, QLoRA)."""
+    bnb_4bit_compute_dtype: str | None = None
+    """The type in which these layers compute; None is ``dtype``, as TRL's own command has it."""
+    bnb_4bit_use_double_quant: bool = False
+    """Whether the scales of their weights are quantized as well."""
     precompute_ref_log_probs: bool = False
     """Whether DPO's reference has been computed before, and is not in memory."""
     ranks: int = 1
@@ -123,11 +149,55 @@ class TransformersStep:
                 "fsdp: two sharded models, as DPO with a reference in memory has, cannot be traced. Set "
                 "precompute_ref_log_probs=True, or fsdp=False for ranks that have all weights (more memory)."
             )
+        if self.packing and (self.trainer != SFT or self.padded):
+            reason = "has no padding" if self.padded else f"is SFTTrainer's, not {self.trainer}'s"
+            raise UsageError(
+                f"packing: what is packed {reason}. Set padded=False and trainer={SFT!r}."
+            )
+        if self.packing and self._half is None and self.dtype == "float32":
+            raise UsageError(
+                "packing: FlashAttention, which keeps packed samples apart, has no kernels for float32. Set "
+                "bf16=True or dtype=bfloat16."
+            )
+        if self.fp16 and self.bf16:
+            raise UsageError("fp16: the model computes in one type. Leave bf16 out.")
+        if self.fp16 and self.dtype == "float16" and not self.lora:
+            raise UsageError(
+                "dtype: gradients of weights in float16 cannot be scaled. Use dtype=float32, or lora=True, "
+                "which trains adapters in float32."
+            )
+        if self.load_in_4bit and not self.lora:
+            raise UsageError("load_in_4bit: weights of 4 bits cannot be trained. Set lora=True.")
+        if self.load_in_4bit and self.fsdp:
+            raise UsageError(
+                "fsdp: sharded weights of 4 bits, which bitsandbytes has to store in another type, are not "
+                "planned. Set fsdp=False for ranks that have all weights (more memory)."
+            )
+        if self.fsdp and self.optim in UNSHARDED:
+            raise UsageError(
+                f"fsdp: {self.optim} cannot update parameters that FSDP2 has sharded. Use "
+                "optim=adamw_torch_fused, or fsdp=False for ranks that have all weights (more memory)."
+            )
 
     @property
     def has_pairs(self) -> bool:
         """Whether a row is a pair: one that is chosen and one that is rejected."""
         return self.trainer == DPO
+
+    @property
+    def _half(self) -> torch.dtype | None:
+        """The type that mixed precision computes in, if there is any."""
+        if self.fp16:
+            return torch.float16
+        return None if self.bf16 is False else torch.bfloat16
+
+    @property
+    def _computes_4_bits_in(self) -> str:
+        return self.bnb_4bit_compute_dtype or self.dtype
+
+    @property
+    def _adapters_are_half(self) -> bool:
+        return self.load_in_4bit and self.trainer != PLAIN
 
     def plan(
         self,
@@ -170,21 +240,34 @@ class TransformersStep:
 
     def about(self) -> tuple[str, ...]:
         """What is planned, for people."""
-        computes = ", computing in bfloat16" if self.bf16 and self.dtype != "bfloat16" else ""
+        half = str(self._half).removeprefix("torch.")
+        computes = f", computing in {half}" if self._half and self.dtype != half else ""
         lines = [
             f"step: that of {_STEPS[self.trainer]}",
             f"model: transformers {version('transformers')}, weights in {self.dtype}{computes}",
             f"checkpointing: {'every layer' if self.gradient_checkpointing else 'none'}",
-            f"optimizer: {self.optim}, of what is trained",
+            f"optimizer: {about_optimizer(self.optim)}; of what is trained",
         ]
+        if self.load_in_4bit:
+            others = "float32, as PEFT prepares it" if self.trainer == PLAIN else self.dtype
+            double = "with" if self.bnb_4bit_use_double_quant else "without"
+            lines.append(
+                f"linear layers: 4 bits as of bitsandbytes 0.50, {double} double quantization, computing in "
+                f"{self._computes_4_bits_in}; the rest is in {others}"
+            )
         if self.lora:
             targets = self.target_modules
             named = targets if isinstance(targets, str) else ", ".join(targets)
-            lines.append(f"adapters: rank {self.r}, in float32 as PEFT 0.21 has them, on {named}")
+            dtype = "bfloat16 as TRL" if self._adapters_are_half else "float32 as PEFT 0.21"
+            lines.append(f"adapters: rank {self.r}, in {dtype} has them, on {named}")
         if self.has_pairs:
             reference = "the model without adapters" if self.lora else "a second model, in memory"
             found = "computed before" if self.precompute_ref_log_probs else reference
             lines.append(f"reference: {found}; a row is a pair, whose two halves are one batch")
+        if self.fp16:
+            lines.append(
+                "attention: FlashAttention's; on GPUs that lack it (V100, T4) it may take more"
+            )
         if self.ranks > 1:
             how = (
                 "FSDP2 as accelerate 1.15 wraps it"
@@ -192,15 +275,27 @@ class TransformersStep:
                 else "DDP, with gradients in buckets"
             )
             lines.append(f"ranks: {how}")
-        mask = "with padding, which costs a mask" if self.padded else "without padding"
-        lines.append(f"rows: {mask}")
+        if self.packing:
+            lines.append(
+                "rows: packed, and those of a micro-batch are one row. attn_implementation="
+                "'flash_attention_2' is assumed; sdpa would have a mask for each pair of tokens"
+            )
+        else:
+            mask = "with padding, which costs a mask" if self.padded else "without padding"
+            lines.append(f"rows: {mask}")
         return (*lines, *about_kernels(self.folder))
 
     def _build(self) -> nn.Module:
         """The model as the trainer has prepared it, and its reference."""
         model = self._made()
+        if self.load_in_4bit:
+            compute_in = getattr(torch, self._computes_4_bits_in)
+            quantize(model, compute_in, self.bnb_4bit_use_double_quant)
+            if self.trainer == PLAIN:  # TRL does not
+                prepare(model)
         if self.lora:
-            adapt(model, self.target_modules, self.r, self.lora_dropout)
+            dtype = torch.bfloat16 if self._adapters_are_half else torch.float32
+            adapt(model, self.target_modules, self.r, self.lora_dropout, dtype)
         if self.gradient_checkpointing:
             if not model.supports_gradient_checkpointing:
                 raise UsageError(
@@ -212,6 +307,7 @@ class TransformersStep:
             )
             if self.lora:
                 model.enable_input_require_grads()
+        mark_embeddings(model)
         reference = None
         if self.trainer == DPO and not self.lora and not self.precompute_ref_log_probs:
             reference = self._made().requires_grad_(False)
@@ -231,15 +327,22 @@ class TransformersStep:
             for decays in (True, False)
         ]
         groups = [group for group in groups if group["params"]]
-        if self.optim == "sgd":
-            return SGD(groups, lr=1e-5)
-        return AdamW(groups, lr=1e-5, fused=self.optim == "adamw_torch_fused")
+        return make_optimizer(self.optim, groups)
 
     def _batch(self, rows: int) -> Batch:
         """Rows; of a pair, the chosen and the rejected one."""
+        if self.packing:
+            return self._packed(rows)
         rows *= 1 + self.has_pairs
         tokens = torch.zeros(rows, self.max_length, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": tokens.clone()}
+
+    def _packed(self, rows: int) -> Batch:
+        """Rows as one, of which samples are told apart by where they begin: as many samples as rows."""
+        tokens = torch.zeros(1, rows * self.max_length, dtype=torch.long)
+        begins = torch.zeros(rows + 1, dtype=torch.int32)
+        named = {name: tokens.clone() for name in ("input_ids", "labels", "position_ids")}
+        return {**named, "cu_seq_lens": begins, "seq_idx": tokens.int()}
 
     def _forward(self, built: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss of a micro-batch."""
@@ -250,11 +353,11 @@ class TransformersStep:
         if self.trainer == PLAIN:
             with self._mixed_precision():
                 found = model(input_ids=tokens, labels=labels, use_cache=False)
-            if self.bf16:
+            if self._half:
                 found.logits = found.logits.float()  # accelerate's, of every output
             loss: torch.Tensor = found.loss
             return loss
-        found = model(tokens, labels)
+        found = model(tokens, labels, batch.get("position_ids"))
         if self.trainer == SFT:
             return -found.sum() / found.numel()
         return preference_loss(found, self._reference_log_probs(prepared, tokens, labels))
@@ -303,24 +406,30 @@ class TransformersStep:
         return torch.ones(batch_size, 1, kv_length, kv_length, dtype=torch.bool, device=device)
 
     def _mixed_precision(self) -> AbstractContextManager[Any]:
-        if not self.bf16:
+        if self._half is None:
             return Traceable()
         # DPO's second model is not trained, but the trainer leaves it as if it were.
-        return Autocast(keeps_all=not self.lora and not torch.is_grad_enabled())
+        return Autocast(self._half, keeps_all=not self.lora and not torch.is_grad_enabled())
 
     def _when_checkpointed(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The contexts of a layer in the forward pass, and when backward repeats it."""
         return nullcontext(), self._mixed_precision()
 
-    def _log_probs(self, model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _log_probs(
+        self,
+        model: Any,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The log-probability of each token that is predicted, by TRL's head."""
         with self._mixed_precision():
-            found = model.base_model(input_ids=tokens, use_cache=False)
+            found = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)
             hidden = found.last_hidden_state[:, :-1]
             weight = model.get_output_embeddings().weight
             if isinstance(weight, DTensor):
                 weight = weight.full_tensor()
-            compute_in = torch.bfloat16 if self.bf16 else hidden.dtype
+            compute_in = self._half or hidden.dtype
             log_probs: torch.Tensor = TiledLogProbs.apply(
                 flat(hidden), weight, labels[:, 1:].reshape(-1), compute_in
             )
@@ -338,11 +447,10 @@ class TransformersStep:
     def _shard(self, model: Any) -> None:
         """Shard a model as accelerate does."""
         options: dict[str, Any] = {}
-        if self.bf16:
+        if half := self._half:
             for parameter in model.parameters():
                 if parameter.requires_grad:  # accelerate's master weights
                     parameter.data = parameter.data.float()
-            half = torch.bfloat16
             options["mp_policy"] = MixedPrecisionPolicy(half, half, half)
         for layer in layers_of(model):
             fully_shard(layer, **options)

@@ -1,0 +1,128 @@
+"""The optimizers that transformers' ``optim`` names, with the memory that they take.
+
+torch's and transformers' own are used. Those of bitsandbytes need it and a GPU: here they hold the same state
+and compute nothing. Checked against transformers 5.23 and bitsandbytes 0.50.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+_LEARNING_RATE = 1e-5
+
+Groups = list[dict[str, Any]]
+
+
+class BlockwiseAdamW(Optimizer):
+    """The state of bitsandbytes' ``AdamW``: two moments of 32 bits, or of 8 with a scale for each block.
+
+    Small tensors and embeddings have 32 bits always. *Paged* moments of large tensors are in managed memory:
+    CUDA moves it between host and device, and torch's allocator has nothing of it. On a CPU nothing is paged.
+    """
+
+    SMALLEST = 4096
+    """Elements of the smallest tensor whose moments have 8 bits."""
+    BLOCK = 256
+    """Elements that have a scale in common."""
+    SMALLEST_PAGED = 100_000
+    VALUES = 256
+    """Numbers that 8 bits stand for, of which there is a table for each moment."""
+
+    def __init__(self, groups: Groups, lr: float, *, bits: int, paged: bool) -> None:
+        super().__init__(groups, {"lr": lr})
+        self._bits, self._paged = bits, paged
+        self._tables: tuple[torch.Tensor, ...] = ()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not self.state[parameter]:
+                    self.state[parameter] = self._made(parameter)
+
+    def _made(self, parameter: torch.Tensor) -> dict[str, Any]:
+        device, size = parameter.device, parameter.numel()
+        wide = self._bits == 32 or size < self.SMALLEST or hasattr(parameter, "of_embedding")
+        state: dict[str, Any] = {"step": 0}
+        if not (self._paged and size >= self.SMALLEST_PAGED and device.type != "cpu"):
+            dtype = torch.float32 if wide else torch.uint8
+            state |= {
+                name: torch.zeros_like(parameter, dtype=dtype) for name in ("first", "second")
+            }
+        if not wide:
+            if not self._tables:
+                self._tables = tuple(torch.zeros(self.VALUES, device=device) for _ in range(2))
+            blocks = -(-size // self.BLOCK)
+            state |= {f"scales{n}": torch.zeros(blocks, device=device) for n in (1, 2)}
+            state |= {f"table{n}": table for n, table in enumerate(self._tables, 1)}
+        return state
+
+
+def mark_embeddings(model: nn.Module) -> None:
+    """Let ``BlockwiseAdamW`` know the weights of embeddings, which are replaced before they are used."""
+
+    def mark(embedding: Any, _: Any) -> None:
+        embedding.weight.of_embedding = True
+
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_pre_hook(mark)
+
+
+def _adafactor(groups: Groups, lr: float) -> Optimizer:
+    from transformers.optimization import Adafactor
+
+    class Updated(Adafactor):
+        """Keeps one number for each tensor where transformers' replaces it in each step: traces are of steps
+        that leave behind what they find."""
+
+        @torch.no_grad()
+        def step(self, closure: Callable[[], float] | None = None) -> None:
+            kept = {parameter: state["RMS"] for parameter, state in self.state.items()}
+            super().step(closure)
+            for parameter, number in kept.items():
+                self.state[parameter]["RMS"] = number.copy_(self.state[parameter]["RMS"])
+
+    return Updated(groups, lr=lr, scale_parameter=False, relative_step=False)
+
+
+_BITSANDBYTES: dict[str, Callable[..., Optimizer]] = {
+    "adamw_8bit": partial(BlockwiseAdamW, bits=8, paged=False),
+    "adamw_bnb_8bit": partial(BlockwiseAdamW, bits=8, paged=False),
+    "paged_adamw_8bit": partial(BlockwiseAdamW, bits=8, paged=True),
+    "paged_adamw_32bit": partial(BlockwiseAdamW, bits=32, paged=True),
+}
+_MADE: dict[str, Callable[..., Optimizer]] = {
+    "adamw_torch_fused": partial(AdamW, fused=True),
+    "adamw_torch": AdamW,
+    **_BITSANDBYTES,
+    "adafactor": _adafactor,
+    "sgd": SGD,
+}
+OPTIMIZERS = tuple(_MADE)
+"""The names of those that can be planned; the first is what transformers takes with torch 2.8 and newer."""
+UNSHARDED = ("adafactor", *_BITSANDBYTES)
+"""Those that fail with the sharded parameters of FSDP2: they mix them with tensors of their own."""
+
+
+def make_optimizer(name: str, groups: Groups) -> Optimizer:
+    return _MADE[name](groups, lr=_LEARNING_RATE)
+
+
+def about_optimizer(name: str) -> str:
+    """What is assumed about an optimizer, for people."""
+    if name not in _BITSANDBYTES:
+        return name
+    bits = "8 bits, and 32 for embeddings" if "8bit" in name else "32 bits"
+    paged = (
+        "; managed memory, which may move to the host, is not in the peak"
+        if "paged" in name
+        else ""
+    )
+    return f"{name} as of bitsandbytes 0.50, moments of {bits}{paged}"
