@@ -78,6 +78,8 @@ class Finetuning:
     """Whether each weight is changed as soon as it has its gradient."""
     checkpointed: Callable[[int], bool] = bool
     """Whether a layer, by its number from 1, is computed again in backward."""
+    offloads: bool = False
+    """Whether what backward needs waits on the host."""
     chunks: int = 8
     """Chunks of logits."""
     apart: frozenset[str] = frozenset()

@@ -10,14 +10,15 @@ is measured (``docs/results/estimate.md``).
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 from torchtune_adaptive.planner.memory.decoder import HALF, SINGLE, Decoder, Finetuning, Weights
 from torchtune_adaptive.planner.memory.peak import DeviceLimits, Peak, StartUp, peak
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.memory.written_layer import Block, Events, WrittenLayer
 
-_GATHERING, _REDUCING = 1, 2
-"""Streams of FSDP. What was freed on one is not used again on another."""
+_GATHERING, _REDUCING, _OFFLOADING = 1, 2, 3
+"""Streams. What was freed on one is not used again on another."""
 _TABLE, _HEAD = "tok_embeddings", "output"
 
 
@@ -48,6 +49,8 @@ class _WrittenStep:
         """The buffer of the last unit whose gradients were reduced."""
         self._is_ahead = False
         """Whether the next unit is in that buffer."""
+        self._is_backward = False
+        """Whether buffers are freed once weights are copied from them; in forward, after the next copy."""
 
     def written(self) -> tuple[StartUp, RecordedStep]:
         """The events before the step, and its own."""
@@ -86,6 +89,8 @@ class _WrittenStep:
             keeps, out = layer.forward(keep=not again)
             if not again:
                 self._drop(x)
+            if how.offloads:
+                self._drop(*keeps.values(), *[x] * again)
             kept.append((keeps, [x] * again))
             x = out
             if how.reshards:
@@ -96,6 +101,9 @@ class _WrittenStep:
         for number in reversed(numbers):
             gathered = self._gather("layer", number > 1) if how.reshards else []
             keeps, inputs = kept.pop()
+            if how.offloads:
+                keeps = dict(zip(keeps, self._back(keeps.values()), strict=True))
+                inputs = self._back(inputs)
             if inputs:
                 keeps, out = layer.forward(keep=True)
                 self._drop(out)
@@ -111,8 +119,12 @@ class _WrittenStep:
         self._drop(gradient, *table, *root)
         self._reduce(_TABLE)
         self._reduce("root")
-        self._drop(*self._gathering, *self._reducing)
-        self._gathering, self._reducing = [], []
+        self._drop(*self._reducing)
+        self._reducing, self._is_backward = [], False
+
+    def _back(self, blocks: Iterable[Block]) -> list[Block]:
+        """Blocks that return from the host."""
+        return [self._take(self._events.sizes[block], _OFFLOADING) for block in blocks]
 
     def _loss(self, x: Block, root: list[Block]) -> tuple[list[Block], list[Block], Block]:
         """From the last layer's output to its gradient; and the gradient of weights that have another, and
@@ -129,7 +141,8 @@ class _WrittenStep:
         if how.reshards:
             self._drop(*root)
         self._drop(*self._gathering)  # the end of forward
-        self._gathering, probabilities = [], []
+        self._gathering, self._is_backward = [], True
+        probabilities = []
         for _ in range(how.chunks):
             wider = self._take(SINGLE * wide)
             probabilities.append(self._take(SINGLE * wide))
@@ -185,16 +198,18 @@ class _WrittenStep:
         if not self._how.sharded or unit not in self._units:
             return []
         weights = self._units[unit].sizes
-        used = self._gathering
+        before = self._gathering
         if not self._is_ahead:
             self._gathering = [self._take(sum(weights), _GATHERING)]
         gathered = [self._take(nbytes) for nbytes in weights]
-        self._drop(*used)
+        self._drop(*before)
         if self._is_ahead:
+            self._gathering = []
+        if self._is_backward:
+            self._drop(*self._gathering)
             self._gathering = []
         self._is_ahead = and_next
         if and_next:
-            self._drop(*self._gathering)
             self._gathering = [self._take(sum(weights), _GATHERING)]
         return gathered
 
@@ -215,7 +230,7 @@ class _WrittenStep:
         self._reducing = [self._take(HALF * trained)]
         self._drop(*self._whole.pop(unit, ()))
         part = self._take(HALF * trained / self._how.ranks, _REDUCING)
-        if self._is_first and not self._how.on_host:
+        if self._is_first and not (self._how.on_host or self._how.in_backward):
             self._waiting.append(part)
         else:
             self._drop(part)

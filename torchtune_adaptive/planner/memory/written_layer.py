@@ -23,9 +23,11 @@ class Events:
     def __init__(self) -> None:
         self.events: list[MemoryEvent] = []
         self.labels: dict[Block, Label] = {}
+        self.sizes: dict[Block, int] = {}
 
     def take(self, nbytes: float, stream: int = MAIN) -> Block:
         block = len(self.labels) + 1
+        self.sizes[block] = int(nbytes)
         self.labels[block] = _LABEL
         self.events.append(MemoryEvent(block, int(nbytes), stream))
         return block
@@ -53,12 +55,12 @@ class WrittenLayer:
         self._take, self._drop, self._briefly = events.take, events.drop, events.briefly
         self._model, self._how, self._own = decoder, how, own
         self._projections = decoder.projections
-        self._tokens = tokens = rows * length
+        self._length, self._tokens = length, (tokens := rows * length)
         self.thin = HALF * tokens * decoder.embed
         self._wide = HALF * tokens * decoder.queries
         self._narrow = HALF * tokens * decoder.keys
         self._inner = HALF * tokens * decoder.intermediate
-        self._scores = tokens * length * decoder.heads if decoder.gemma == 2 else 0
+        self._scores = HALF * tokens * length * decoder.heads if decoder.gemma == 2 else 0
 
     def forward(self, keep: bool) -> tuple[Kept, Block]:
         """What is kept for backward, and the output."""
@@ -233,8 +235,7 @@ class WrittenLayer:
         8 bytes, then a number."""
         if not self._how.quantized:
             return []
-        half = numbers // 2
-        temporaries = [self._take(each * half) for each in (8, 8, HALF, HALF, HALF, HALF)]
+        temporaries = [self._take(each * numbers // 2) for each in (8, 8, 4 * HALF)]
         weights = self._take(HALF * numbers)
         self._drop(*temporaries)
         return [weights]
@@ -254,12 +255,49 @@ class WrittenLayer:
         self._briefly(2 * size, 2 * size, 2 * size)
 
     def _attend(self, kept: Kept, keep: bool) -> Block:
+        """What attention gives. Flash attention writes no scores."""
         if not self._scores:
             return self._take(self._wide)
-        raise NotImplementedError
+
+        def done(name: str, block: Block) -> None:
+            kept.update({name: block}) if keep else self._drop(block)
+
+        size = self._scores
+        masks = [self._take(SINGLE * self._length**2) for _ in range(3)]
+        q, k = self._take(self._wide), self._take(self._wide)
+        scores = self._take(size)
+        done("copied q", q)
+        done("copied k", k)
+        capped = self._instead(self._instead(scores, size), size)
+        scaled = self._take(size)
+        done("capped", capped)
+        masked = self._take(2 * size)
+        self._drop(scaled)
+        wider = self._take(2 * size)
+        shares = self._take(size)
+        done("wider shares", wider)
+        self._drop(masked)
+        v, out = self._take(self._wide), self._take(self._wide)
+        done("copied v", v)
+        done("shares", shares)
+        out = self._instead(out, self._wide)
+        self._drop(*masks)
+        return out
 
     def _attend_backward(self, kept: Kept) -> None:
-        self._briefly(2 * self._wide)  # flash attention adds up the gradient of queries in float32
+        if not self._scores:
+            self._briefly(2 * self._wide)  # the gradient of queries is added up in float32
+            return
+        size = self._scores
+        of_shares = self._take(size)
+        self._drop(kept.pop("shares"), kept.pop("copied v"))
+        wider = self._instead(of_shares, 2 * size)
+        of_masked = self._instead(wider, 2 * size)
+        self._drop(kept.pop("wider shares"))
+        scaled = self._instead(self._instead(of_masked, size), size)
+        of_capped = self._instead(scaled, size)
+        self._drop(kept.pop("capped"))
+        self._drop(self._instead(of_capped, size), kept.pop("copied q"), kept.pop("copied k"))
 
     # --- blocks -----------------------------------------------------------------------------------
 
