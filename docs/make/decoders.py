@@ -63,16 +63,19 @@ def shape_of(model: torch.nn.Module) -> Decoder | None:
         kv_heads=first.attn.num_kv_heads,
         head_dim=first.attn.head_dim,
         embed=first.attn.embed_dim,
-        intermediate=first.mlp.w1.out_features,
+        intermediate=first.mlp.w1.weight.shape[0],
         vocabulary=model.tok_embeddings.num_embeddings,
-        positions=sum(map(_positions, model.modules())),
+        longest=model.max_seq_len,
+        positions=round(
+            sum(map(_positions, model.modules())) / model.max_seq_len / first.attn.head_dim
+        ),
         tied=isinstance(head, TiedLinear),
         gemma=is_gemma + isinstance(first.attn, Gemma2Attention),
     )
 
 
 def _positions(module: torch.nn.Module) -> int:
-    """Bytes of a table of positions, which Llama 3.1 makes after the weights."""
+    """Bytes of a module's table of positions, which Llama 3.1 makes after the weights."""
     if not hasattr(module, "rope_init"):
         return 0
     return sum(one.nbytes for one in module.buffers()) or 4 * module.max_seq_len * module.dim

@@ -6,7 +6,14 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -31,6 +38,8 @@ class Answers:
         self._quick: Executor | None = None
         self._trace: Callable[..., Future[Any]] | None = None
         self._checked: Future[None] | None = None
+        self._begun = Future[None]()
+        """Done once something is traced."""
 
     def __enter__(self) -> Answers:
         # What was traced before the self-check had passed is not to be relied on.
@@ -68,6 +77,11 @@ class Answers:
             return self._start_tracing()(work, query, *arguments)
         return answer
 
+    def must_trace(self, answer: Future[Any]) -> bool:
+        """Whether an answer, the first that was asked for, takes a trace; it waits until that is known."""
+        wait((answer, self._begun), return_when=FIRST_COMPLETED)
+        return not answer.done()
+
     def checked(self) -> None:
         """Wait for the self-check, if something is traced.
 
@@ -84,6 +98,7 @@ class Answers:
             if self._trace is None:
                 self._trace = self._undo.enter_context(processes(_PRELOAD))
                 self._checked = self._trace(_check_method, self._cache)
+                self._begun.set_result(None)
             return self._trace
 
 

@@ -18,7 +18,14 @@ from torchtune_adaptive.cli.hugging_face import config_for, download_advice
 from torchtune_adaptive.cli.job import Job, job
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import TraceProgress
-from torchtune_adaptive.cli.plan_report import PlanReport, WhatIfResult, as_dict, details, headline
+from torchtune_adaptive.cli.plan_report import (
+    PlanReport,
+    WhatIfResult,
+    as_dict,
+    details,
+    estimate_line,
+    headline,
+)
 from torchtune_adaptive.cli.what_if import WhatIf, splits, what_ifs
 from torchtune_adaptive.common import AdaptiveBatchingError, ConfigError, NoPrediction
 from torchtune_adaptive.planner import DOES_NOT_FIT, Answer, DeviceLimits, Machine, Pace, gpus
@@ -30,6 +37,7 @@ from torchtune_adaptive.recipe import (
     compare,
     configs_of_model,
     confirm,
+    estimated,
     is_config_name,
     is_recipe,
     largest_adapter_rank,
@@ -135,6 +143,8 @@ def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
 
         query = plan.query(in_detail=in_detail, confirmed=rollouts)
         configured = ask(predict, query)
+        if answers.must_trace(configured) and (about := estimated(plan)):
+            progress.estimate(estimate_line(plan, about))
         ranked = _ask_for_candidates(plan, arguments.may_change, ask) if fastest else None
         others = [ask(predict, replace(one.query, in_detail=in_detail)) for one in alternatives]
         progress.wait(configured)

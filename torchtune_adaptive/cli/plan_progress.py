@@ -1,8 +1,9 @@
-"""The progress of a plan, ``tracing 3 of 17, 40 s``, on stderr: rewritten in place on a terminal, else plain
-lines."""
+"""The progress of a plan, ``tracing 3 of 17, 40 s``, and an estimate before the first answer. Both are on
+stderr: rewritten in place on a terminal, else plain lines."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ class TraceProgress:
         self._started = time.monotonic()
         self._lock = threading.Lock()  # futures call back from a thread of the pool
         self._followed: list[Future[Any]] = []
+        self._lines_above = 0
+        """Lines of the terminal that an estimate takes, above that of the progress."""
 
     def follow(self, future: Future[Any]) -> None:
         """Count a future once it is done."""
@@ -39,6 +42,15 @@ class TraceProgress:
     def expect_more(self, number: int) -> None:
         with self._lock:
             self._expected += number
+
+    def estimate(self, text: str) -> None:
+        """Show a line that is on the screen until the first answer takes its place."""
+        with self._lock:
+            self._clear()
+            print(text, file=sys.stderr, flush=True)
+            if self._in_place:
+                self._lines_above = -(-len(text) // shutil.get_terminal_size().columns)
+            self._show()
 
     def print(self, text: str) -> None:
         """Print to stdout, between two states of the line."""
@@ -74,4 +86,6 @@ class TraceProgress:
 
     def _clear(self) -> None:
         if self._in_place:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            up = f"\033[{self._lines_above}A" * bool(self._lines_above)
+            print(f"\r{up}\033[J", end="", file=sys.stderr, flush=True)
+            self._lines_above = 0

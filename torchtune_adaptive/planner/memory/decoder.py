@@ -22,13 +22,15 @@ class Decoder:
     embed: int
     intermediate: int
     vocabulary: int
+    longest: int
+    """The most tokens in a row."""
     positions: int
-    """Bytes of its table of positions."""
+    """Bytes of the tables of positions, for each position and each number of a head's width."""
     tied: bool = False
     """Whether the last projection has the weights of the embedding."""
     gemma: int = 0
-    """The generation of Gemma, whose norms multiply in float32; 0 for others. The second normalizes the outputs
-    of attention and of the MLP as well, and caps scores, which are whole matrices then."""
+    """The generation of Gemma; 0 for others. The second also normalizes the outputs of attention and of the
+    MLP, and caps scores, which are whole matrices then."""
 
     @property
     def queries(self) -> int:

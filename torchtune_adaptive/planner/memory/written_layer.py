@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchtune_adaptive.planner.memory.decoder import HALF, SINGLE, Decoder, Finetuning
-from torchtune_adaptive.planner.memory.recorded_step import Label, MemoryEvent
+from torchtune_adaptive.planner.memory.recorded_step import Label, MemoryEvent, RecordedStep
 
 MAIN = 0
 _LABEL = Label("", "", "")
@@ -22,13 +22,11 @@ class Events:
 
     def __init__(self) -> None:
         self.events: list[MemoryEvent] = []
-        self.labels: dict[Block, Label] = {}
         self.sizes: dict[Block, int] = {}
 
     def take(self, nbytes: float, stream: int = MAIN) -> Block:
-        block = len(self.labels) + 1
+        block = len(self.sizes) + 1
         self.sizes[block] = int(nbytes)
-        self.labels[block] = _LABEL
         self.events.append(MemoryEvent(block, int(nbytes), stream))
         return block
 
@@ -38,6 +36,12 @@ class Events:
     def briefly(self, *sizes: float) -> None:
         """Blocks that are there together, and only for a moment."""
         self.drop(*[self.take(nbytes) for nbytes in sizes])
+
+    def cut(self) -> RecordedStep:
+        """What has been written since the last time."""
+        labels = {event.block: _LABEL for event in self.events if event.nbytes >= 0}
+        written, self.events = RecordedStep(self.events, labels), []
+        return written
 
 
 class WrittenLayer:

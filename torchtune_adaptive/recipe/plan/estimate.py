@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -18,38 +18,78 @@ from torchtune_adaptive.recipe.settings.keys import COPIES
 from torchtune_adaptive.recipe.settings.knob_table import SHARDED_LAYERS, configured_checkpoint
 
 _SHAPES = Path(__file__).with_name("decoders.json")  # made by docs/make/decoders.py
+_ARGUMENTS = {
+    "layers": "num_layers",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "embed": "embed_dim",
+    "intermediate": "intermediate_dim",
+    "vocabulary": "vocab_size",
+    "longest": "max_seq_len",
+}
+"""Arguments of builders of any size."""
+_OURS, _LLAMAS = "torchtune_adaptive.recipe.decoders", "torchtune.models.llama3_1.llama3_1_"
 _ADAPTERS_OF_MLP = ("w1", "w2", "w3")
 _STATE = {"torch.optim.AdamW": 4.0, "torch.optim.Adam": 4.0, "torchao.optim.AdamW8bit": 2 + 2 / 64}
 """Bytes of the state for each number; of 8 bits, with a scale of 4 bytes for each block of 256."""
 
 
-def estimated(plan: PlanRequest) -> Peak | None:
-    """The peak at the configured batch size; None for a config that no estimate is right for."""
+def estimated(plan: PlanRequest, rows: int | None = None) -> Peak | None:
+    """The peak of a micro-batch, which is the configured one if ``rows`` is None; None for a config that no
+    estimate is right for."""
     asked = plan.asked
-    decoder = _decoder(asked.cfg.get("model") or {})
-    how = _finetuning(asked, plan.ranks)
+    if asked.kind.name not in ("full", "lora"):
+        return None
+    decoder, how = _decoder(asked.cfg.model), _finetuning(asked, plan.ranks)
     if decoder is None or how is None:
         return None
-    rows = asked.batch(plan.ranks).micro_batch
+    rows = rows or asked.batch(plan.ranks).micro_batch
     return estimate.estimate(decoder, how, rows, plan.length, plan.device)
 
 
 def _decoder(model: DictConfig) -> estimate.Decoder | None:
     """The shape that a block of a config gives; None if it is not known."""
+    shapes = _shapes()
     module, _, name = str(model.get("_component_")).rpartition(".")
     name = re.sub("^qlora_", "lora_", name)
-    if shape := json.loads(_SHAPES.read_text()).get(f"{module}.{name}"):
-        return estimate.Decoder(**shape)
-    return None
+    if shape := shapes.get(f"{module}.{name}"):
+        return shape
+    # A builder of any size has it in its arguments. What else it is, one of its models shows.
+    if model.get("qk_norm"):
+        return None
+    own = module == _OURS
+    beginning = _LLAMAS if own else f"{module}.{name}_"
+    like = next((one for builder, one in shapes.items() if builder.startswith(beginning)), None)
+    if like is None or any(key not in model for key in _ARGUMENTS.values()):
+        return None
+    arguments = {ours: int(model[theirs]) for ours, theirs in _ARGUMENTS.items()}
+    layers, heads = arguments["layers"], arguments["heads"]
+    head_dim = int(model.get("head_dim") or arguments["embed"] // heads)
+    in_each_layer = like.positions >= like.layers
+    positions = like.positions // like.layers * layers if in_each_layer else like.positions
+    tied = like.tied if "qwen" not in module and not own else False
+    return replace(
+        like,
+        **arguments,
+        head_dim=head_dim,
+        positions=positions,
+        tied=bool(model.get("tie_word_embeddings", tied)),
+    )
+
+
+@cache
+def _shapes() -> dict[str, estimate.Decoder]:
+    """The shapes of torchtune's models, by builder."""
+    rows = json.loads(_SHAPES.read_text())
+    return {builder: estimate.Decoder(**row) for builder, row in rows.items()}
 
 
 def _finetuning(asked: Asked, ranks: int) -> estimate.Finetuning | None:
     """How a config trains; None if some of it is not in the formulas."""
-    cfg, model = asked.cfg, asked.cfg.get("model")
+    cfg, model = asked.cfg, asked.cfg.model
     state = _STATE.get(str(cfg.optimizer.get("_component_")))
     checkpoint = configured_checkpoint(asked)
     unknown = (
-        asked.kind.name not in ("full", "lora"),
         state is None,
         checkpoint == "operations",
         asked["compile"],
