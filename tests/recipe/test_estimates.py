@@ -78,7 +78,9 @@ def test_estimates_are_as_near_to_traces_as_is_said() -> None:
 def test_an_estimate_is_near_to_a_trace() -> None:
     for name, ranks in (("llama3_2/1B_full", 8), ("llama3_1/8B_qlora_single_device", 1)):
         for traced in COMPARED["answers"]()[name]:
-            plan = plan_request(load_config(name), ranks, COMPARED["GPU"], length=COMPARED["LENGTH"])
+            plan = plan_request(
+                load_config(name), ranks, COMPARED["GPU"], length=COMPARED["LENGTH"]
+            )
             about = estimated(plan, traced["rows"])
             assert about is not None
             assert about.reserved == pytest.approx(traced["reserved"], rel=estimate.ERROR)

@@ -100,13 +100,19 @@ def start_server(preload: str) -> None:
 
 @contextmanager
 def processes(preload: str) -> Iterator[Callable[..., Future[Any]]]:
-    """A context with a function that calls others, each in its own process."""
+    """A context with a function that calls others, each in its own process. An exception that leaves it, as
+    when the user interrupts it, ends those that run."""
     start_server(preload)
     context = multiprocessing.get_context("forkserver")
     pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _AT_ONCE))
     with _path_for_workers():
         try:
             yield lambda work, *arguments: pool.submit(_forked, context, work, *arguments)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.kill()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -257,6 +263,7 @@ def _called(
 
 
 def _serve_once(connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter, which ends this one
     threading.Thread(target=_end_with_starter, daemon=True).start()
     try:
         work, arguments = connection.recv()
