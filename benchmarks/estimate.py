@@ -128,9 +128,10 @@ def summary(errors: Sequence[float]) -> str:
     """The median, the ninth tenth and the largest of differences."""
     sizes = sorted(map(abs, errors))
     ninth = sizes[-(-9 * len(sizes) // 10) - 1]
+    shares = (statistics.median(sizes), ninth, sizes[-1])
+    half, most, every = (f"{100 * share:.1f} %" for share in shares)
     return (
-        f"{len(sizes)} peaks: median {statistics.median(sizes):.1%}, nine of ten within {ninth:.1%}, largest "
-        f"{sizes[-1]:.1%}"
+        f"{len(sizes)} peaks: half are within {half}, nine of ten within {most}, all within {every}"
     )
 
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -105,13 +106,21 @@ def processes(preload: str) -> Iterator[Callable[..., Future[Any]]]:
     start_server(preload)
     context = multiprocessing.get_context("forkserver")
     pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _AT_ONCE))
+    called: list[Future[Any]] = []
+
+    def call(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        called.append(pool.submit(_forked, context, work, *arguments))
+        return called[-1]
+
     with _path_for_workers():
         try:
-            yield lambda work, *arguments: pool.submit(_forked, context, work, *arguments)
+            yield call
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for child in multiprocessing.active_children():
-                child.kill()
+            while not all(one.done() for one in called):
+                for child in multiprocessing.active_children():
+                    child.kill()
+                time.sleep(0.05)  # one may just be starting
             raise
         finally:
             pool.shutdown(cancel_futures=True)
