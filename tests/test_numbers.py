@@ -213,8 +213,8 @@ SEEN_BY_NOBODY = (
 CLAIMS = [
     Claim(
         "docs/how-plans-work.md",
-        r"Of (\d+) peaks of torchtune's own configs, half are within ([\d.]+) % of the traced ones, nine of ten "
-        r"within ([\d.]+) %, and all within ([\d.]+) %",
+        r"Of (\d+) peaks of torchtune's own configs, half are within ([\d.]+) % of the traced ones, nine of "
+        r"ten within ([\d.]+) %, and all within ([\d.]+) %",
         lambda: said("estimate.md", ESTIMATES),
     ),
     Claim(

@@ -108,23 +108,23 @@ class Finetuning:
         """Whether the gradient of a projection's weights needs its input."""
         return self.trains_all or (self.adapts(name) and not self.dropout)
 
-    def weights(self, name: str, inputs: int, outputs: int, in_layer: bool = True) -> Weights:
+    def weights(self, name: str, inputs: int, outputs: int, in_layer: bool = True) -> UnitWeights:
         """The weights of a projection."""
         numbers, each = inputs * outputs, NF4 if self.quantized and in_layer else HALF
         if not self.adapts(name):
-            return Weights((each * numbers,), numbers if self.trains_all else 0)
+            return UnitWeights((each * numbers,), numbers if self.trains_all else 0)
         adapter = self.adapter_rank * (inputs + outputs)
-        return Weights((each * numbers, HALF * adapter), adapter)
+        return UnitWeights((each * numbers, HALF * adapter), adapter)
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Weights that are gathered together."""
+class UnitWeights:
+    """UnitWeights that are gathered together."""
 
     sizes: tuple[float, ...] = ()
     """Bytes of each."""
     trained: int = 0
     """Numbers that are trained."""
 
-    def __add__(self, other: Weights) -> Weights:
-        return Weights(self.sizes + other.sizes, self.trained + other.trained)
+    def __add__(self, other: UnitWeights) -> UnitWeights:
+        return UnitWeights(self.sizes + other.sizes, self.trained + other.trained)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from torchtune_adaptive.planner.memory.decoder import HALF, SINGLE, Decoder, Finetuning, Weights
+from torchtune_adaptive.planner.memory.decoder import HALF, SINGLE, Decoder, Finetuning, UnitWeights
 from torchtune_adaptive.planner.memory.peak import DeviceLimits, Peak, StartUp, peak
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
-from torchtune_adaptive.planner.memory.written_layer import Block, Events, Kept, WrittenLayer
+from torchtune_adaptive.planner.memory.written_layer import Block, WrittenEvents, Kept, WrittenLayer
 
 ERROR = 0.05
 """The share of the traced peak within which nine of ten estimates are, for torchtune's own configs
@@ -33,9 +33,11 @@ def estimate(
 
 
 class _WrittenStep:
+    """A rank's step, written down."""
+
     def __init__(self, decoder: Decoder, how: Finetuning, rows: int, length: int) -> None:
         self._model, self._how, self._tokens = decoder, how, rows * length
-        self._events = events = Events()
+        self._events = events = WrittenEvents()
         self._take, self._drop = events.take, events.drop
         self._layer = WrittenLayer(events, decoder, how, rows, length, self._own)
         self._head = _TABLE if decoder.tied else _HEAD
@@ -176,7 +178,7 @@ class _WrittenStep:
 
     # --- what FSDP gathers and reduces ------------------------------------------------------------
 
-    def _gathered_together(self) -> dict[str, Weights]:
+    def _gathered_together(self) -> dict[str, UnitWeights]:
         model, how = self._model, self._how
         layer = (how.weights(name, *shape) for name, shape in model.projections.items())
         shape = (model.embed, model.vocabulary)
@@ -184,9 +186,9 @@ class _WrittenStep:
         if not model.tied:
             tables[_HEAD] = how.weights(_HEAD, *shape, in_layer=False)
         return {
-            "layer": sum(layer, Weights()),
-            "tables": sum(tables.values(), Weights()),
-            "root": sum((tables[one] for one in tables.keys() - how.apart), Weights()),
+            "layer": sum(layer, UnitWeights()),
+            "tables": sum(tables.values(), UnitWeights()),
+            "root": sum((tables[one] for one in tables.keys() - how.apart), UnitWeights()),
             **{one: tables[one] for one in tables.keys() & how.apart},
         }
 
@@ -221,7 +223,7 @@ class _WrittenStep:
 
     def _reduce(self, unit: str) -> None:
         """Reduce a unit's gradients, of which each rank keeps its part."""
-        if not self._how.sharded or not (trained := self._units.get(unit, Weights()).trained):
+        if not self._how.sharded or not (trained := self._units.get(unit, UnitWeights()).trained):
             return
         self._drop(*self._reducing)
         self._reducing = [self._take(HALF * trained)]

@@ -17,7 +17,7 @@ Block = int
 Kept = dict[str, Block]
 
 
-class Events:
+class WrittenEvents:
     """Allocations and releases, as they are written down."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class WrittenLayer:
 
     def __init__(
         self,
-        events: Events,
+        events: WrittenEvents,
         decoder: Decoder,
         how: Finetuning,
         rows: int,
