@@ -18,7 +18,6 @@ from types import ModuleType
 
 import torch
 import torchtune.models
-from torchtune.models.gemma.rms_norm import GemmaRMSNorm
 from torchtune.models.gemma2._attention import Gemma2Attention
 from torchtune.modules import TiedLinear, TransformerDecoder, TransformerSelfAttentionLayer
 
@@ -56,7 +55,6 @@ def shape_of(model: torch.nn.Module) -> Decoder | None:
     known = isinstance(head, TiedLinear) or getattr(head, "out_features", 0) > 2
     if not known or not all(isinstance(one, TransformerSelfAttentionLayer) for one in model.layers):
         return None
-    is_gemma = isinstance(first.sa_norm, GemmaRMSNorm)
     return Decoder(
         layers=len(model.layers),
         heads=first.attn.num_heads,
@@ -70,7 +68,7 @@ def shape_of(model: torch.nn.Module) -> Decoder | None:
             sum(map(_positions, model.modules())) / model.max_seq_len / first.attn.head_dim
         ),
         tied=isinstance(head, TiedLinear),
-        gemma=is_gemma + isinstance(first.attn, Gemma2Attention),
+        gemma2=isinstance(first.attn, Gemma2Attention),
     )
 
 

@@ -26,8 +26,8 @@ LAYER = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 96
 DEVICE = DeviceLimits("device", 1 << 30)
 ADAPTED = frozenset({"q_proj", "v_proj", "w1", "w2", "w3", "output"})
 DECODERS = [
-    replace(SMALL, tied=tied, gemma=gemma, kv_heads=kv_heads)
-    for tied, gemma, kv_heads in product((False, True), (0, 1, 2), (2, 4))
+    replace(SMALL, tied=tied, gemma2=gemma2, kv_heads=kv_heads)
+    for tied, gemma2, kv_heads in product((False, True), (False, True), (2, 4))
 ]
 WAYS = {
     "full": Finetuning(),

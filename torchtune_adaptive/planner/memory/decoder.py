@@ -28,9 +28,9 @@ class Decoder:
     """Bytes of the tables of positions, for each position and each number of a head's width."""
     tied: bool = False
     """Whether the last projection has the weights of the embedding."""
-    gemma: int = 0
-    """The generation of Gemma; 0 for others. The second also normalizes the outputs of attention and of the
-    MLP, and caps scores, which are whole matrices then."""
+    gemma2: bool = False
+    """Whether it is Gemma 2: the outputs of attention and of the MLP are normalized, too, and scores are
+    capped, so they are whole matrices."""
 
     @property
     def queries(self) -> int:
@@ -119,7 +119,7 @@ class Finetuning:
 
 @dataclass(frozen=True)
 class UnitWeights:
-    """UnitWeights that are gathered together."""
+    """Weights that are gathered together."""
 
     sizes: tuple[float, ...] = ()
     """Bytes of each."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from torchtune_adaptive.planner.memory.decoder import HALF, SINGLE, Decoder, Finetuning, UnitWeights
 from torchtune_adaptive.planner.memory.peak import DeviceLimits, Peak, StartUp, peak
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
-from torchtune_adaptive.planner.memory.written_layer import Block, WrittenEvents, Kept, WrittenLayer
+from torchtune_adaptive.planner.memory.written_layer import Block, Kept, WrittenEvents, WrittenLayer
 
 ERROR = 0.05
 """The share of the traced peak within which nine of ten estimates are, for torchtune's own configs

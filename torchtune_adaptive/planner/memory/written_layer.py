@@ -64,7 +64,7 @@ class WrittenLayer:
         self._wide = HALF * tokens * decoder.queries
         self._narrow = HALF * tokens * decoder.keys
         self._inner = HALF * tokens * decoder.intermediate
-        self._scores = HALF * tokens * length * decoder.heads if decoder.gemma == 2 else 0
+        self._scores = HALF * tokens * length * decoder.heads if decoder.gemma2 else 0
 
     def forward(self, keep: bool) -> tuple[Kept, Block]:
         """What is kept for backward, and the output."""
@@ -84,7 +84,7 @@ class WrittenLayer:
         attended = self._attend(kept, keep)
         out = self._project("output_proj", kept, keep)
         done(q=q, k=k, v=v, attended=attended)
-        if self._model.gemma == 2:
+        if self._model.gemma2:
             out = self._instead(out, self.thin, self.norm("sa_scale", kept, keep))
         x = self._take(self.thin)
         done(any(map(how.keeps_input, ("q_proj", "k_proj", "v_proj"))), h=h)
@@ -98,7 +98,7 @@ class WrittenLayer:
         down = self._project("w2", kept, keep)
         done(how.keeps_input("w2"), product=product)
         done(any(map(how.keeps_input, ("w1", "w3"))), h_of_mlp=h)
-        if self._model.gemma == 2:
+        if self._model.gemma2:
             down = self._instead(down, self.thin, self.norm("mlp_scale", kept, keep))
         result = self._take(self.thin)
         self._drop(x, out, down)
@@ -186,7 +186,7 @@ class WrittenLayer:
         self._drop(direct, out)
 
     def _norm_after(self, name: str, kept: Kept) -> None:
-        if self._model.gemma == 2:
+        if self._model.gemma2:
             self.norm_backward(name, kept, self._take(self.thin))
 
     # --- projections ------------------------------------------------------------------------------
