@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -62,7 +63,7 @@ def _decoder(model: DictConfig) -> estimate.Decoder | None:
     like = next((one for builder, one in shapes.items() if builder.startswith(beginning)), None)
     if like is None or any(key not in model for key in _ARGUMENTS.values()):
         return None
-    arguments = {ours: int(model[theirs]) for ours, theirs in _ARGUMENTS.items()}
+    arguments: dict[str, Any] = {ours: int(model[theirs]) for ours, theirs in _ARGUMENTS.items()}
     layers, heads = arguments["layers"], arguments["heads"]
     head_dim = int(model.get("head_dim") or arguments["embed"] // heads)
     in_each_layer = like.positions >= like.layers
