@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtune_adaptive.planner.memory.estimate import ERROR
 from torchtune_adaptive.planner.memory.gpus import COMMUNICATION, CONTEXT, GIB, GPUS, MIB
 from torchtune_adaptive.planner.memory.planned import ERROR_BAND, FRAGMENTATION
 from torchtune_adaptive.planner.speed.devices import PCIE
@@ -120,6 +121,9 @@ def with_fewer_layers() -> list[str]:
     ]
 
 
+ESTIMATES = (
+    r"(\d+) peaks: half are within ([\d.]+) %, nine of ten within ([\d.]+) %, all within ([\d.]+) %"
+)
 ONE = "1 micro-batch "
 SAVES = ("gathered ", "sharded ", "in the background ")
 OF_70B = 2 * 70_553_706_496 / 1e9
@@ -207,6 +211,24 @@ SEEN_BY_NOBODY = (
 )
 
 CLAIMS = [
+    Claim(
+        "docs/how-plans-work.md",
+        r"Of (\d+) peaks of torchtune's own configs, half are within ([\d.]+) % of the traced ones, nine of "
+        r"ten within ([\d.]+) %, and all within ([\d.]+) %",
+        lambda: said("estimate.md", ESTIMATES),
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"nine of ten within ([\d.]+) % of the traced peak, all within ([\d.]+) %",
+        lambda: said("estimate.md", ESTIMATES)[2:],
+    ),
+    Claim(
+        "docs/planning.md",
+        r"nine times of ten is within (\d+) % of the traced peak",
+        lambda: (
+            (percent(ERROR),) if float(said("estimate.md", ESTIMATES)[2]) <= 100 * ERROR else ()
+        ),
+    ),
     Claim(
         "README.md",
         r"allocated memory were within ([\d.]+) % of what was measured, and those of reserved memory within "

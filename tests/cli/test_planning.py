@@ -19,11 +19,12 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from tests.helpers.planning import asked
+from torchtune_adaptive.cli import plan_command as planning
 from torchtune_adaptive.cli import plan_progress
 from torchtune_adaptive.cli.answers import Answers
 from torchtune_adaptive.cli.plan_command import _config
 from torchtune_adaptive.cli.plan_options import _gpus, plan_command
-from torchtune_adaptive.cli.plan_progress import TraceProgress
+from torchtune_adaptive.cli.plan_progress import Interrupted, TraceProgress
 from torchtune_adaptive.planner.memory.gpus import GPUS
 from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import load_config
@@ -271,6 +272,68 @@ def test_long_tracing_says_that_it_goes_on(
     lines = capsys.readouterr().err.splitlines()
     assert lines.count("tracing 1 of 2") > 2 and lines.count("tracing 2 of 2") > 2
     assert lines == sorted(lines)
+
+
+def test_an_estimate_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with TraceProgress(1) as progress:
+        progress.estimate("about 3 GiB")
+        progress.print("exactly 3 GiB\n")
+    shown = capsys.readouterr()
+    assert "about 3 GiB" in shown.err.splitlines() and shown.out == "exactly 3 GiB\n"
+
+
+def test_on_a_terminal_the_answer_takes_the_place_of_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    with TraceProgress(1) as progress:
+        progress.estimate("x" * 90)  # three lines
+        shown = capsys.readouterr().err
+        assert shown.index("x" * 90 + "\n") < shown.rindex("tracing 1 of 1")
+        progress.print("the answer\n")
+        assert capsys.readouterr().err == "\r\033[3A\033[J"
+        progress.print("more\n")
+        assert "A" not in capsys.readouterr().err
+
+
+def test_an_interruption_after_the_first_answer_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def plan(verdict: str | None) -> None:
+        with TraceProgress(3) as progress:
+            for work in ("alternatives", "alternatives", "the check"):
+                progress.follow(Future[int](), work)
+            progress.print("the answer\n", verdict)
+            progress.wait()
+
+    monkeypatch.setattr(plan_progress, "wait", interrupted)
+    with pytest.raises(Interrupted, match=r"Not finished: alternatives \(2\), the check\.$") as end:
+        plan("DOES NOT FIT")
+    assert end.value.verdict == "DOES NOT FIT"
+    with pytest.raises(KeyboardInterrupt):
+        plan(None)
+
+    def after_the_first_answer(*_: Any) -> Any:
+        raise Interrupted("DOES NOT FIT", ["alternatives"])
+
+    monkeypatch.setattr(planning, "_predict", after_the_first_answer)
+    capsys.readouterr()
+    arguments = ["tiny/full", "--memory", "64MiB", "device=cpu"]
+    assert plan_command(asked(arguments)) == 1
+    assert capsys.readouterr().err.endswith("Interrupted. Not finished: alternatives.\n")
+
+
+def test_only_what_must_be_traced_has_an_estimate() -> None:
+    answers = Answers(False)
+    remembered, traced = Future[int](), Future[int]()
+    remembered.set_result(1)
+    assert not answers.must_trace(remembered)
+    threading.Timer(0.1, answers._begun.set_result, [None]).start()
+    assert answers.must_trace(traced)
 
 
 def test_known_gpus_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,6 +140,30 @@ def test_tracing_processes_keep_the_environment(monkeypatch: pytest.MonkeyPatch)
     assert dict(os.environ) == before
 
 
+INTERRUPTED = """
+import multiprocessing, time
+from torchtune_adaptive.planner.workers import processes
+
+if __name__ == "__main__":
+    try:
+        with processes("json") as run:
+            asked = [run(time.sleep, 3000) for _ in range(9)]
+            while not multiprocessing.active_children():
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        print(all(one.done() for one in asked))
+"""
+
+
+def test_an_interruption_ends_what_runs(tmp_path: Path) -> None:
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.split() == ["True"]
+
+
 HIDING = ("queue", "types", "random", "signal", "selectors", "logging")
 BESIDE = """
 import os, signal

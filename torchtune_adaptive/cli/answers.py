@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -31,19 +39,30 @@ class Answers:
         self._quick: Executor | None = None
         self._trace: Callable[..., Future[Any]] | None = None
         self._checked: Future[None] | None = None
+        self._ends = False
+        self._begun = Future[None]()
+        """Done once something is traced."""
 
     def __enter__(self) -> Answers:
         # What was traced before the self-check had passed is not to be relied on.
         if self._cache is not False and PassedCheck(self._cache).is_known():
             at_once = min(os.cpu_count() or 1, 2)
-            self._quick = ProcessPoolExecutor(at_once, multiprocessing.get_context("fork"))
-            self._undo.callback(self._quick.shutdown, cancel_futures=True)
+            ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, which ends them
+            context = multiprocessing.get_context("fork")
+            self._quick = ProcessPoolExecutor(at_once, context, signal.signal, ignore)
+            self._undo.callback(self._quick.shutdown)
         else:
             self._start_tracing()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        self._ends = True
+        if self._quick is not None:
+            self._quick.shutdown(wait=False, cancel_futures=True)
+        if kind is not None:  # nobody waits for what is worked on
+            for child in multiprocessing.active_children():
+                child.kill()
+        self._undo.__exit__(kind, *error)
 
     def ask(self, work: Callable[..., Any], query: Query, *arguments: Any) -> Future[Any]:
         """The result of ``work(query, *arguments)``, once it is there."""
@@ -52,7 +71,7 @@ class Answers:
         answer: Future[Any] = Future()
 
         def take(done: Future[Any]) -> None:
-            if done.cancelled():
+            if done.cancelled() or self._ends:
                 answer.cancel()
             elif isinstance(error := done.exception(), (NotRemembered, BrokenExecutor)):
                 self._start_tracing()(work, query, *arguments).add_done_callback(take)
@@ -67,6 +86,11 @@ class Answers:
         except BrokenExecutor:  # one of its processes was killed
             return self._start_tracing()(work, query, *arguments)
         return answer
+
+    def must_trace(self, answer: Future[Any]) -> bool:
+        """Whether an answer, the first that was asked for, takes a trace; it waits until that is known."""
+        wait((answer, self._begun), return_when=FIRST_COMPLETED)
+        return not answer.done()
 
     def checked(self) -> None:
         """Wait for the self-check, if something is traced.
@@ -84,6 +108,7 @@ class Answers:
             if self._trace is None:
                 self._trace = self._undo.enter_context(processes(_PRELOAD))
                 self._checked = self._trace(_check_method, self._cache)
+                self._begun.set_result(None)
             return self._trace
 
 

@@ -18,8 +18,15 @@ from torchtune_adaptive.cli.hub import instead_of_config
 from torchtune_adaptive.cli.hugging_face import config_for
 from torchtune_adaptive.cli.job import Job, job
 from torchtune_adaptive.cli.plan_plot import draw
-from torchtune_adaptive.cli.plan_progress import TraceProgress
-from torchtune_adaptive.cli.plan_report import PlanReport, WhatIfResult, as_dict, details, headline
+from torchtune_adaptive.cli.plan_progress import Interrupted, TraceProgress
+from torchtune_adaptive.cli.plan_report import (
+    PlanReport,
+    WhatIfResult,
+    as_dict,
+    details,
+    estimate_line,
+    headline,
+)
 from torchtune_adaptive.cli.what_if import WhatIf, splits, what_ifs
 from torchtune_adaptive.common import AdaptiveBatchingError, ConfigError, NoPrediction
 from torchtune_adaptive.planner import DOES_NOT_FIT, Answer, DeviceLimits, Machine, Pace, gpus
@@ -30,6 +37,7 @@ from torchtune_adaptive.recipe import (
     Query,
     compare,
     confirm,
+    estimated,
     is_config_name,
     is_recipe,
     largest_adapter_rank,
@@ -47,6 +55,15 @@ from torchtune_adaptive.recipe import (
 _LENGTHS = ("max_seq_len", "max_length", "seq_len")
 _WHOSE_STEP = "step: torchtune's; --trainer plans that of transformers' Trainer and of TRL's"
 
+_WORK: dict[Callable[..., Any], str] = {
+    predict: "alternatives",
+    confirm: "the check of the largest size",
+    compare: "--compare",
+    largest_adapter_rank: "the highest adapter rank",
+    rank_candidates: "--fastest",
+}
+"""What is found after the first answer."""
+
 
 def plan_config(
     arguments: argparse.Namespace, ranks: int, gpu: str | None, memory: int | None, machine: Machine
@@ -57,7 +74,11 @@ def plan_config(
     if arguments.hf:
         plan = replace(plan, assumptions=(_WHOSE_STEP, *arguments.hf.about, *plan.assumptions))
     warn_of_unused_keys(cfg, plan.asked.kind)
-    report = _predict(plan, arguments)
+    try:
+        report = _predict(plan, arguments)
+    except Interrupted as end:
+        print(end, file=sys.stderr)
+        return end.verdict
     if arguments.json:
         print(json.dumps(as_dict(report), indent=1))
     else:
@@ -130,11 +151,13 @@ def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
             if work is rank_candidates:
                 progress.expect_more(1)
             answer = answers.ask(work, query, *others)
-            progress.follow(answer)
+            progress.follow(answer, _WORK[work])
             return answer
 
         query = plan.query(in_detail=in_detail, confirmed=rollouts)
         configured = ask(predict, query)
+        if answers.must_trace(configured) and (about := estimated(plan)):
+            progress.estimate(estimate_line(plan, about))
         ranked = _ask_for_candidates(plan, arguments.may_change, ask) if fastest else None
         others = [ask(predict, replace(one.query, in_detail=in_detail)) for one in alternatives]
         progress.wait(configured)
@@ -143,7 +166,8 @@ def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
         finally:
             answers.checked()  # if it failed, that explains any other failure
         if not arguments.json:
-            progress.print(arguments.render(headline(plan, found, asked_job)))
+            verdict = found.verdict(plan.device)
+            progress.print(arguments.render(headline(plan, found, asked_job)), verdict)
         if alternatives and found.verdict(plan.device) == DOES_NOT_FIT:
             more = list(splits(plan))
             progress.expect_more(len(more))

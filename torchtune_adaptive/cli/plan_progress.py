@@ -1,16 +1,27 @@
-"""The progress of a plan, ``tracing 3 of 17, 40 s``, on stderr: rewritten in place on a terminal, else plain
-lines."""
+"""The progress of a plan, ``tracing 3 of 17, 40 s``, and an estimate before the first answer. Both are on
+stderr: rewritten in place on a terminal, else plain lines."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
 _IN_PLACE, _IN_LINES = 1.0, 30.0
 """Seconds after which the state is said again; tracing a large model takes minutes."""
+
+
+class Interrupted(Exception):
+    """The user has interrupted a plan after its first answer, whose ``verdict`` stays."""
+
+    def __init__(self, verdict: str, left: Sequence[str]) -> None:
+        self.verdict = verdict
+        super().__init__(f"Interrupted. Not finished: {', '.join(left)}.")
 
 
 class TraceProgress:
@@ -22,26 +33,46 @@ class TraceProgress:
         self._in_place = sys.stderr.isatty()
         self._started = time.monotonic()
         self._lock = threading.Lock()  # futures call back from a thread of the pool
-        self._followed: list[Future[Any]] = []
+        self._followed: dict[Future[Any], str] = {}
+        self._verdict: str | None = None
+        self._left: list[str] = ["anything else"]
+        self._lines_above = 0
+        """Lines of the terminal that an estimate takes, above that of the progress."""
 
-    def follow(self, future: Future[Any]) -> None:
-        """Count a future once it is done."""
-        self._followed.append(future)
+    def follow(self, future: Future[Any], work: str = "") -> None:
+        """Count a future once it is done, and say what it works on if it never is."""
+        self._followed[future] = work
         future.add_done_callback(self._count)
 
     def wait(self, *futures: Future[Any]) -> None:
         """Wait for these, or for all, and keep saying that tracing goes on."""
         every = _IN_PLACE if self._in_place else _IN_LINES
-        while wait(futures or self._followed, every).not_done:
-            with self._lock:
-                self._show()
+        try:
+            while wait(futures or self._followed, every).not_done:
+                with self._lock:
+                    self._show()
+        except KeyboardInterrupt:
+            left = Counter(work for one, work in self._followed.items() if not one.done())
+            self._left = [f"{work} ({n})" if n > 1 else work for work, n in left.items()]
+            raise
 
     def expect_more(self, number: int) -> None:
         with self._lock:
             self._expected += number
 
-    def print(self, text: str) -> None:
-        """Print to stdout, between two states of the line."""
+    def estimate(self, text: str) -> None:
+        """Show a line that is on the screen until the first answer takes its place."""
+        with self._lock:
+            self._clear()
+            print(text, file=sys.stderr, flush=True)
+            if self._in_place:
+                self._lines_above = -(-len(text) // shutil.get_terminal_size().columns)
+            self._show()
+
+    def print(self, text: str, verdict: str | None = None) -> None:
+        """Print an answer to stdout, between two states of the line. If it has a ``verdict``, an interruption
+        after it is one that keeps it: ``Interrupted``."""
+        self._verdict = verdict
         with self._lock:
             self._clear()
             print(text, end="", flush=True)
@@ -51,10 +82,12 @@ class TraceProgress:
             self._show()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._lock:
             self._expected = self._done
             self._clear()
+        if self._verdict is not None and kind is KeyboardInterrupt:
+            raise Interrupted(self._verdict, self._left) from None
 
     def _count(self, future: Future[Any]) -> None:
         with self._lock:
@@ -74,4 +107,6 @@ class TraceProgress:
 
     def _clear(self) -> None:
         if self._in_place:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            up = f"\033[{self._lines_above}A" * bool(self._lines_above)
+            print(f"\r{up}\033[J", end="", file=sys.stderr, flush=True)
+            self._lines_above = 0

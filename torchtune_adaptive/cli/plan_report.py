@@ -17,7 +17,7 @@ from torchtune_adaptive.cli.speed_report import (
     speed_blocks,
 )
 from torchtune_adaptive.common import Block, Listing, Paragraph, Table, human_bytes
-from torchtune_adaptive.planner import DOES_NOT_FIT, Answer, Peak
+from torchtune_adaptive.planner import DOES_NOT_FIT, Answer, Peak, estimate
 from torchtune_adaptive.recipe import TOKENS, LengthLimits, PlanRequest, Prediction
 
 _WHERE = {"forward": "forward pass", "backward": "backward pass", "optimizer step": "optimizer"}
@@ -74,6 +74,14 @@ class PlanReport:
         answers = [self.found, *([self.last_rank] if self.last_rank else [])]
         verdicts = {one.verdict(self.plan.device) for one in answers}
         return next(v for v in (DOES_NOT_FIT, "UNCERTAIN", "FITS") if v in verdicts)
+
+
+def estimate_line(plan: PlanRequest, about: Peak) -> str:
+    """The line that is shown until the first answer is there."""
+    return (
+        f"Estimate by arithmetic (+-{100 * estimate.ERROR:.0f}%): about {human_bytes(about.reserved)} of "
+        f"{human_bytes(plan.device.usable_bytes)} per GPU at batch_size {about.rows}; tracing follows"
+    )
 
 
 def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[Block]:

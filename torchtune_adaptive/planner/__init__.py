@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
-    from torchtune_adaptive.planner.memory import gpus
+    from torchtune_adaptive.planner.memory import estimate, gpus
     from torchtune_adaptive.planner.memory.peak import (
         DOES_NOT_FIT,
         DeviceLimits,

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -100,13 +101,27 @@ def start_server(preload: str) -> None:
 
 @contextmanager
 def processes(preload: str) -> Iterator[Callable[..., Future[Any]]]:
-    """A context with a function that calls others, each in its own process."""
+    """A context with a function that calls others, each in its own process. An exception that leaves it, as
+    when the user interrupts it, ends those that run."""
     start_server(preload)
     context = multiprocessing.get_context("forkserver")
     pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _AT_ONCE))
+    called: list[Future[Any]] = []
+
+    def call(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        called.append(pool.submit(_forked, context, work, *arguments))
+        return called[-1]
+
     with _path_for_workers():
         try:
-            yield lambda work, *arguments: pool.submit(_forked, context, work, *arguments)
+            yield call
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(one.done() for one in called):
+                for child in multiprocessing.active_children():
+                    child.kill()
+                time.sleep(0.05)  # one may just be starting
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -257,6 +272,7 @@ def _called(
 
 
 def _serve_once(connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter, which ends this one
     threading.Thread(target=_end_with_starter, daemon=True).start()
     try:
         work, arguments = connection.recv()
