@@ -14,7 +14,13 @@ from torchtune_adaptive.cli.other_trainers.keys import (
     names,
 )
 
-OPTIMIZERS = {name: name for name in ("adamw_torch_fused", "adamw_torch", "sgd")}
+OPTIMIZERS = {
+    name: name
+    for name in (
+        *("adamw_torch_fused", "adamw_torch", "sgd", "adafactor"),
+        *("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+    )
+} | {"adamw_bnb_8bit": "adamw_8bit"}
 """The optimizers that can be planned: transformers' names, and the step's."""
 WHY_NOT_OPTIMIZER = "has a state or a step that is not planned"
 FLASH = (
@@ -27,7 +33,8 @@ FLASH = (
 """Attention that skips padding, and so needs no mask."""
 SDPA = "sdpa"
 WHY_NOT_ATTENTION = "is attention that is not planned"
-FOUR_BITS = "has weights of fewer bits, which cannot be traced for this step"
+FOUR_BITS = "has weights of fewer bits, which this trainer prepares in its own way"
+EIGHT_BITS = "has weights of 8 bits, which are not planned"
 KERNELS = "replaces layers by kernels that keep other activations, which are not planned"
 FP16 = "is mixed precision with a scaler of losses, which is not planned"
 DEEPSPEED = "is a strategy of DeepSpeed, which is not planned"

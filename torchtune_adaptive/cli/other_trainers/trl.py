@@ -19,8 +19,8 @@ from torchtune_adaptive.cli.other_trainers.keys import (
 )
 from torchtune_adaptive.cli.other_trainers.sharding import read_sharding
 from torchtune_adaptive.cli.other_trainers.training_arguments import (
+    EIGHT_BITS,
     FLASH,
-    FOUR_BITS,
     SDPA,
     WHY_NOT_ATTENTION,
     read_checkpointing_options,
@@ -37,11 +37,12 @@ _BOTH: Keys = {
     "dtype": Sets(
         "dtype",
         "float32",
-        {"float32": "float32", "bfloat16": "bfloat16"},
+        {name: name for name in ("float32", "bfloat16", "float16")},
         "is a type of weights that is not planned",
         "is the type that the checkpoint has",
     ),
-    "bf16": Sets("bf16", True),
+    "bf16": Sets("bf16", None, {None: None, True: True, False: False}),
+    "fp16": Sets("fp16", False),
     "gradient_checkpointing": Joint("gradient_checkpointing", None, (None, True, False)),
     "activation_checkpointing": Joint("the same, by its new name", None, (None, True, False)),
     "activation_checkpointing_kwargs": Joint("only how layers are checkpointed"),
@@ -57,12 +58,10 @@ _BOTH: Keys = {
     "lora_target_parameters": Refused(_TRAINED, off=(None, [])),
     "lora_modules_to_save": Refused(_TRAINED, off=(None, [])),
     "use_dora": Refused("gives adapters magnitudes, which are not planned"),
-    "load_in_4bit": Refused(
-        FOUR_BITS,
-        "Plan adapters on bfloat16 weights, which take more: load_in_4bit=false dtype=bfloat16",
-    ),
+    "load_in_4bit": Sets("load_in_4bit", False),
+    "use_bnb_nested_quant": Sets("bnb_4bit_use_double_quant", False),
     "load_in_8bit": Refused(
-        FOUR_BITS, "Plan adapters on bfloat16 weights: load_in_8bit=false dtype=bfloat16"
+        EIGHT_BITS, "Plan adapters on weights of 4 bits or bfloat16: load_in_8bit=false"
     ),
     "model_init_kwargs": Refused("may make another model", off=(None, {})),
     "activation_offloading": Refused("moves activations to the host, which is not planned"),
@@ -86,9 +85,12 @@ _SFT: Keys = {
         *("trainer: the loss in tiles", None, (None, "nll", "chunked_nll")),
         "is a loss over all logits, which is not planned",
     ),
-    "packing": Joint("padded: rows are full, without a mask", False, (True, False)),
+    "packing": Joint(
+        "packing; with packing_strategy wrapped, padded: rows are full, without a mask",
+        *(False, (True, False)),
+    ),
     "packing_strategy": Joint("which rows are packed", "bfd", ("bfd", "bfd_split", "wrapped")),
-    "padding_free": Joint("padded: rows without a mask", False, (True, False)),
+    "padding_free": Joint("packing: one row of all, here of full length", False, (True, False)),
 }
 _DPO: Keys = {
     **_BOTH,
@@ -102,7 +104,7 @@ _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust")
 _IGNORED = training_arguments.IGNORED | names(
     """
     model_revision lora_alpha lora_task_type use_rslora bnb_4bit_quant_type
-    use_bnb_nested_quant bnb_4bit_quant_storage bnb_4bit_compute_dtype trust_remote_code
+    bnb_4bit_quant_storage bnb_4bit_compute_dtype trust_remote_code
     router_aux_loss_coef dataset_num_proc truncation_mode pad_to_multiple_of pad_token eos_token datasets
     streaming test_split_size dataset_name dataset_config dataset_train_split dataset_test_split
     dataset_streaming ignore_bias_buffers env accelerate_config dataset_mixture
@@ -136,6 +138,7 @@ def _together(trainer: str, values: Mapping[str, Any], reading: FileReading) -> 
     reading.settings |= {
         "trainer": trainer,
         "padded": not (flash or packing),
+        "packing": in_one_row,
         "gradient_checkpointing": next((one for one in chosen if one is not None), True),
     }
     for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
