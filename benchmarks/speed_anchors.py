@@ -254,7 +254,7 @@ def known(folder: Path | None) -> list[str]:
             if abs(one.error) > 0.10 and not anchor.quantized and not anchor.differs:
                 failed.append(f"{table}, {anchor.name}: {one.error:+.1%}")
         print()
-        if correlation < 0.9:
+        if correlation < 0.95:
             failed.append(f"{table}: rank correlation {correlation:.2f}")
     errors = [abs(one.error) for one in results]
     print(f"{len(errors)} rows: median error {median(errors):.1%}, maximum {max(errors):.1%}.")

@@ -61,6 +61,7 @@ class AnyDepth(Generic[Tracer]):
     ) -> None:
         self._make, self._first, self._period = make, first, period
         self._shallow: dict[tuple[int, int], _Shallow[Tracer] | None] = {}
+        # The second of each pair, which is the first of the next one.
         self._more: dict[tuple[int, int], _Begun[Tracer]] = {}
         self._whole: _Begun[Tracer] | None = None
 

@@ -188,20 +188,21 @@ class _DeviceModule:
         return [torch.bfloat16, torch.float16]
 
 
-_SINGLE_KERNELS = ("mish_backward", "native_channel_shuffle", "silu_backward")
-"""Operations that torch takes apart on a device without a kernel for them. CPUs and GPUs have one."""
+_KERNELS_OF_GPUS = ("_fused_rms_norm", "mish_backward", "silu_backward")
+"""Operations that have a kernel on GPUs, and that torch takes apart on devices that have none."""
 _kernels = torch.library.Library("aten", "IMPL")
 
 
 def _kernel(*_: Any) -> Any:
-    raise AssertionError("tensors of the fake device are fake")
+    """Stands for a kernel. It is never called, as tensors on the fake device are fake."""
+    raise NotImplementedError
 
 
 def device() -> torch.device:
     """Register the fake device with torch, and return it."""
     if not hasattr(torch, NAME):
         private.register_device(NAME, backend_module=_DeviceModule())
-        for operation in _SINGLE_KERNELS:
+        for operation in _KERNELS_OF_GPUS:
             _kernels.impl(operation, _kernel, "PrivateUse1")
     return torch.device(NAME, 0)
 
