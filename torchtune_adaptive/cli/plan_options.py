@@ -15,7 +15,7 @@ from torchtune_adaptive.cli.machine_options import add_arguments as add_machine_
 from torchtune_adaptive.cli.machine_options import machine_told
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile, read_file
 from torchtune_adaptive.cli.recipes import require_recipes
-from torchtune_adaptive.cli.transformers_plan import plan_transformers
+from torchtune_adaptive.cli.transformers_plan import plan_transformers, refuse_unused_options
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
     ConfigError,
@@ -171,19 +171,20 @@ def _plan(arguments: argparse.Namespace) -> int:
     ranks, gpu = _gpus(arguments.nproc, gpu, nodes, file.ranks if file else None)
     if arguments.seq_len is not None and arguments.seq_len < 2:
         raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
+    if file or arguments.trainer != "torchtune":
+        refuse_unused_options(arguments)
+    if file and file.settings.get("fsdp") and ranks == 1:
+        reason = "shares the weights among GPUs, and one is planned"
+        remedy = "Say how many: --gpu 2x4090, or --nproc"
+        raise ConfigError("fsdp", str(file.path), reason, remedy)
+    # Last, as the Hub may be asked.
     if given := arguments.hf or (file and file.model):
         arguments.hf = model_of(given)
-    if file:
-        if file.settings.get("fsdp") and ranks == 1:
-            reason = "shares the weights among GPUs, and one is planned"
-            remedy = "Say how many: --gpu 2x4090, or --nproc"
-            raise ConfigError("fsdp", str(file.path), reason, remedy)
+    elif arguments.trainer != "torchtune":
+        remedy = "Give the model by it: ORG/NAME of the Hub, or a folder"
+        raise ConfigError("--trainer", arguments.trainer, "is for --hf", remedy)
+    if file or arguments.trainer != "torchtune":
         return EXIT_STATUS[plan_transformers(arguments, ranks, gpu, memory, file)]
-    if arguments.trainer != "torchtune":
-        if not arguments.hf:
-            remedy = "Give the model by it: ORG/NAME of the Hub, or a folder"
-            raise ConfigError("--trainer", arguments.trainer, "is for --hf", remedy)
-        return EXIT_STATUS[plan_transformers(arguments, ranks, gpu, memory)]
     require_recipes("plan without --hf MODEL --trainer SFTTrainer")
     from torchtune_adaptive.cli.plan_command import plan_config
 

@@ -31,7 +31,7 @@ _HEADROOM = 0.05
 _NOT_SETTINGS = ("folder", "load_in_4bit", "lora", "ranks", "trainer")
 """Fields of a step that options give."""
 _UNUSED = ("compare", "plot", "fastest", "may_change", "tokens", "price")
-"""Options that this step has no answer to."""
+"""Options to which this step has no answer."""
 
 
 def plan_transformers(
@@ -47,11 +47,6 @@ def plan_transformers(
         ConfigError: an option or a setting cannot work.
         NoPrediction: transformers is not installed, or the step cannot be traced.
     """
-    for name in _UNUSED:
-        if getattr(arguments, name):
-            option = f"--{name.replace('_', '-')}"
-            remedy = "Leave it out, or plan torchtune's step"
-            raise ConfigError(option, getattr(arguments, name), "is not for this step", remedy)
     read_config(arguments.hf.folder)
     kind = gpus.gpu(gpu or gpus.DEFAULT)
     device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
@@ -70,6 +65,19 @@ def plan_transformers(
     else:
         print(arguments.render(_blocks(plan, step, device, verdict, file)), end="")
     return verdict
+
+
+def refuse_unused_options(arguments: argparse.Namespace) -> None:
+    """Refuse the options of ``plan`` to which these steps have no answer.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    for name in _UNUSED:
+        if getattr(arguments, name):
+            option = f"--{name.replace('_', '-')}"
+            remedy = "Leave it out, or plan torchtune's step"
+            raise ConfigError(option, getattr(arguments, name), "is not for this step", remedy)
 
 
 def _step_of(file: TrainerFile, arguments: argparse.Namespace, ranks: int) -> TransformersStep:

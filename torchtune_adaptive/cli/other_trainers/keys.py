@@ -23,10 +23,11 @@ class Sets:
 
     def becomes(self) -> str:
         """What it is in the plan, for people."""
-        if self.values is None or all(key == value for key, value in self.values.items()):
+        changed = [pair for pair in (self.values or {}).items() if pair[0] != pair[1]]
+        if not changed:
             return self.setting
-        changed = (f"{_yaml(key)}: {_yaml(value)}" for key, value in self.values.items())
-        return f"{self.setting} ({', '.join(changed)})"
+        words = ", ".join(f"{_yaml(given)}: {_yaml(planned)}" for given, planned in changed)
+        return f"{self.setting} ({words})"
 
 
 @dataclass(frozen=True)

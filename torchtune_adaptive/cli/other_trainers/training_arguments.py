@@ -43,7 +43,7 @@ PARALLEL = "divides rows or layers over ranks, which is not planned for transfor
 IN_ONE_GPU = "Plan one GPU without it, or FSDP2"
 _SAME_CHECKPOINTS = {"use_reentrant", "preserve_rng_state", "determinism_check"}
 
-MODEL = "the model, unless --hf names a folder"
+MODEL = "the model, unless --hf names one"
 
 KEYS: Keys = {
     "model_name_or_path": Joint(MODEL),
