@@ -164,6 +164,22 @@ def test_what_a_file_becomes(path: str, expected: dict[str, Any]) -> None:
     assert {key: found[key] for key in expected} == expected
 
 
+def test_weights_of_4_bits_are_as_each_trainer_leaves_them() -> None:
+    quantized = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    loaded = {**quantized, "prepare_for_kbit_training": False, "trainer": "Trainer", "lora": True}
+    path = FOLDER / "axolotl" / "lora.yaml"
+    for found, expected in (
+        (settings(path, "adapter=qlora", "load_in_4bit=true"), loaded),
+        (settings(FOLDER / "llama_factory" / "lora_sft.yaml", "quantization_bit=4"), loaded),
+        (settings(FOLDER / "trl_sft" / "qlora.yaml"), {**quantized, "trainer": "SFTTrainer"}),
+    ):
+        assert {key: found.get(key) for key in expected} == expected
+        TransformersStep(folder="model", **found)
+    single = "bnb_config_kwargs.bnb_4bit_use_double_quant=false"
+    found = settings(path, "adapter=qlora", "load_in_4bit=true", single)
+    assert found["bnb_4bit_use_double_quant"] is False
+
+
 def test_full_training_of_llama_factory_has_float32_weights() -> None:
     path = FOLDER / "llama_factory" / "full_sft.yaml"
     found = settings(path, "pure_bf16=false", "bf16=true")
@@ -186,7 +202,7 @@ def test_each_value_that_a_table_allows_is_one_of_the_step(keys: Keys) -> None:
             assert kind.setting in known
             allowed = kind.values.values() if kind.values else [kind.default]
             for value in allowed:
-                TransformersStep(folder="model", **{kind.setting: value})
+                TransformersStep(folder="model", **{"lora": True, kind.setting: value})
 
 
 def test_a_key_is_in_one_place() -> None:
@@ -198,10 +214,9 @@ def test_all_refusals_are_told_at_once() -> None:
     told = refusal(FOLDER / "axolotl" / "qlora_fsdp.yaml")
     for line in (
         "qlora_fsdp.yaml cannot be planned as Axolotl trains it:\n",
-        "  adapter: qlora has weights of fewer bits",
         "  optimizer: lion_8bit has a state or a step that is not planned. What can be planned: "
         "adamw_torch_fused, adamw_torch, sgd, adafactor, adamw_8bit",
-        "  load_in_4bit: true has weights",
+        "  fsdp: true stores weights of 4 bits in another type, which is not planned.",
         "  liger_fused_linear_cross_entropy: true computes the loss by other kernels",
         "  fsdp_version: 1 is FSDP1, whose flat parameters are not planned. To plan FSDP2, add "
         "fsdp_version=2.",
@@ -216,14 +231,14 @@ def test_all_refusals_are_told_at_once() -> None:
 def test_what_is_advised_makes_a_plan() -> None:
     found = settings(
         FOLDER / "axolotl" / "qlora_fsdp.yaml",
-        *("adapter=lora", "load_in_4bit=false", "optimizer=adamw_torch_fused"),
+        *("adapter=lora", "load_in_4bit=false", "optimizer=adamw_bnb_8bit"),
         *(
             "liger_fused_linear_cross_entropy=false",
             "fsdp_version=2",
             "fsdp_config.offload_params=false",
         ),
     )
-    assert found["fsdp"] and found["lora"] and found["optim"] == "adamw_torch_fused"
+    assert found["fsdp"] and found["lora"] and found["optim"] == "adamw_8bit"
     found = settings(
         FOLDER / "llama_factory" / "qlora_dpo.yaml",
         *("deepspeed=null", "fsdp=full_shard", "fsdp_config.version=2", "stage=sft"),
@@ -279,6 +294,13 @@ def test_what_is_advised_makes_a_plan() -> None:
             ["lora_target_linear=false", r"lora_target_modules=.*\.q_proj"],
             "is a pattern",
         ),
+        ("axolotl/lora", ["adapter=qlora"], "adapter: qlora needs load_in_4bit: true"),
+        ("axolotl/lora", ["load_in_4bit=true"], "load_in_4bit: true goes with adapter: qlora"),
+        ("axolotl/full", ["load_in_4bit=true"], "load_in_4bit: true goes with adapter: qlora"),
+        ("llama_factory/full_sft", ["quantization_bit=4"], "only adapters can be trained. Train"),
+        ("llama_factory/lora_sft", ["quantization_bit=8"], "quantization_bit: 8 has weights of 8"),
+        ("llama_factory/lora_sft", ["quantization_method=hqq"], "bits in another format"),
+        ("trl_sft/qlora", ["fsdp=full_shard"], "stores weights of 4 bits in another type"),
         ("axolotl/lora", ["tensor_parallel_size=2"], "divides rows or layers over ranks"),
         (
             "axolotl/lora_fsdp2",

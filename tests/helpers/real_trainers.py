@@ -62,6 +62,13 @@ CASES: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
         "bnb_4bit_use_double_quant": True,
     },
+    "Trainer with QLoRA as Axolotl and LLaMA-Factory have it": {
+        **PLAIN,
+        **QLORA,
+        "gradient_checkpointing": True,
+        "bnb_4bit_use_double_quant": True,
+        "prepare_for_kbit_training": False,
+    },
     "SFT with QLoRA": {**SFT, **QLORA, "bnb_4bit_use_double_quant": True, "lora_dropout": 0.1},
     "SFT with QLoRA in float32": {**SFT, **QLORA, "dtype": "float32"},
     "SFT with QLoRA and no checkpointing": {**SFT, **QLORA, "gradient_checkpointing": False},
@@ -69,7 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
     "Trainer with 32-bit moments": {**PLAIN, "bf16": False, "optim": "paged_adamw_32bit"},
 }
 OURS = ("trainer", "dtype", "lora", "lora_dropout", "target_modules", "load_in_4bit")
-OURS += ("bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
+OURS += ("bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant", "prepare_for_kbit_training")
 """Settings that the trainers' own arguments do not have."""
 
 
@@ -175,8 +182,10 @@ def measured(case: dict[str, Any]) -> int:
         targets = targets if isinstance(targets, str) else list(targets)
         adapters = LoraConfig(lora_dropout=case.get("lora_dropout", 0.0), target_modules=targets)
         if name == "Trainer":
-            if case.get("load_in_4bit"):
+            if case.get("load_in_4bit") and case.get("prepare_for_kbit_training", True):
                 model = prepare_model_for_kbit_training(model)
+            elif case["gradient_checkpointing"]:
+                model.enable_input_require_grads()
             model = get_peft_model(model, adapters)
         else:
             more["peft_config"] = adapters

@@ -58,8 +58,8 @@ SIGNATURES = {
     "gradient_accumulation_steps=1, max_length=1024, padded=False, packing=False, dtype='float32', "
     "bf16=None, fp16=False, gradient_checkpointing=True, optim='adamw_torch_fused', max_grad_norm=1.0, "
     "lora=False, r=8, lora_dropout=0.0, target_modules='all-linear', load_in_4bit=False, "
-    "bnb_4bit_compute_dtype=None, bnb_4bit_use_double_quant=False, precompute_ref_log_probs=False, ranks=1, "
-    "fsdp=False)",
+    "bnb_4bit_compute_dtype=None, bnb_4bit_use_double_quant=False, prepare_for_kbit_training=None, "
+    "precompute_ref_log_probs=False, ranks=1, fsdp=False)",
     "lr_factor": "(rule, batch, start, noise=None, exponent=0.5)",
     "Outcome": "(loss, weight, gradient_norm, micro_batch, retried, allocation_retries, overflow, noise)",
     "Moment": "(samples, epochs, start, current, lr_factor=1.0, noise=None)",

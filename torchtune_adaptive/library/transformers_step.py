@@ -60,6 +60,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": _TYPES,
     "bf16": (None, True, False),
     "bnb_4bit_compute_dtype": (None, *_TYPES),
+    "prepare_for_kbit_training": (None, True, False),
     "optim": OPTIMIZERS,
     **dict.fromkeys(
         (
@@ -131,6 +132,9 @@ class TransformersStep:
     """The type in which these layers compute; None is ``dtype``, as TRL's own command has it."""
     bnb_4bit_use_double_quant: bool = False
     """Whether the scales of their weights are quantized as well."""
+    prepare_for_kbit_training: bool | None = None
+    """Whether what has no 4 bits is cast to float32, as PEFT's ``prepare_model_for_kbit_training`` does; by
+    default, with ``Trainer``."""
     precompute_ref_log_probs: bool = False
     """Whether DPO's reference has been computed before, and is not in memory."""
     ranks: int = 1
@@ -196,6 +200,11 @@ class TransformersStep:
         return self.bnb_4bit_compute_dtype or self.dtype
 
     @property
+    def _is_prepared(self) -> bool:
+        asked = self.prepare_for_kbit_training
+        return self.trainer == PLAIN if asked is None else asked
+
+    @property
     def _adapters_are_half(self) -> bool:
         return self.load_in_4bit and self.trainer != PLAIN
 
@@ -249,7 +258,7 @@ class TransformersStep:
             f"optimizer: {about_optimizer(self.optim)}; of what is trained",
         ]
         if self.load_in_4bit:
-            others = "float32, as PEFT prepares it" if self.trainer == PLAIN else self.dtype
+            others = "float32, as PEFT prepares it" if self._is_prepared else self.dtype
             double = "with" if self.bnb_4bit_use_double_quant else "without"
             lines.append(
                 f"linear layers: 4 bits as of bitsandbytes 0.50, {double} double quantization, computing in "
@@ -291,7 +300,7 @@ class TransformersStep:
         if self.load_in_4bit:
             compute_in = getattr(torch, self._computes_4_bits_in)
             quantize(model, compute_in, self.bnb_4bit_use_double_quant)
-            if self.trainer == PLAIN:  # TRL does not
+            if self._is_prepared:
                 prepare(model)
         if self.lora:
             dtype = torch.bfloat16 if self._adapters_are_half else torch.float32

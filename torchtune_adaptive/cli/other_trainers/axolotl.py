@@ -19,8 +19,8 @@ from torchtune_adaptive.cli.other_trainers.sharding import read_sharding
 from torchtune_adaptive.cli.other_trainers.training_arguments import (
     COMPILED,
     DEEPSPEED,
+    EIGHT_BITS,
     FLASH,
-    FOUR_BITS,
     FP16,
     IN_ONE_GPU,
     KERNELS,
@@ -33,13 +33,11 @@ from torchtune_adaptive.cli.other_trainers.training_arguments import (
     read_checkpointing_options,
 )
 
-_LORA_INSTEAD = (
-    "Plan adapters on bfloat16 weights, which take more: adapter=lora load_in_4bit=false"
-)
 _MODEL = "makes another model than the one of base_model"
 _TRAINED = "trains other weights, which is not planned"
 _LOSS = "computes the loss by other kernels, which is not planned"
 _EXPERTS = "is about mixtures of experts, which are not planned"
+_QUANTIZED = "has weights of fewer bits in another format, which is not planned"
 _ONE = (None, False, 1)
 _HARMLESS_PLUGINS = (
     *("swanlab", "lm_eval", "torchtune_adaptive"),
@@ -52,7 +50,9 @@ _KEYS: Keys = {
     "micro_batch_size": Sets("per_device_train_batch_size", 1),
     "gradient_accumulation_steps": Sets("gradient_accumulation_steps", 1),
     "sequence_len": Sets("max_length", 512),
-    "adapter": Sets("lora", None, {None: False, "lora": True}, FOUR_BITS),
+    "adapter": Sets("lora", None, {None: False, "lora": True, "qlora": True}, _TRAINED),
+    "load_in_4bit": Joint("load_in_4bit, which goes with adapter: qlora", False, (True, False)),
+    "bnb_config_kwargs": Joint("bnb_4bit_use_double_quant, which is true by default", {}),
     "lora_r": Sets("r", 8),
     "lora_dropout": Sets("lora_dropout", 0.0),
     "lora_target_linear": Joint("target_modules: all-linear", False, (True, False)),
@@ -84,10 +84,12 @@ _KEYS: Keys = {
         )
         for name in _LORA_KERNELS
     },
-    "load_in_4bit": Refused(FOUR_BITS, _LORA_INSTEAD),
-    "load_in_8bit": Refused(FOUR_BITS, "Plan adapters on bfloat16 weights: load_in_8bit=false"),
-    "gptq": Refused(FOUR_BITS),
-    "model_quantization_config": Refused(FOUR_BITS),
+    "embeddings_skip_upcast": Refused("leaves embeddings in float32, which is not planned"),
+    "load_in_8bit": Refused(
+        EIGHT_BITS, "Plan adapters on weights of 4 bits or bfloat16: load_in_8bit=false"
+    ),
+    "gptq": Refused(_QUANTIZED),
+    "model_quantization_config": Refused(_QUANTIZED),
     "qat": Refused("trains quantized weights, which is not planned"),
     "fp16": Refused(FP16, "On a GPU that has bfloat16, plan bf16=true fp16=false"),
     "float16": Refused(FP16, "On a GPU that has bfloat16, plan bf16=true float16=false"),
@@ -191,7 +193,7 @@ _KEYS: Keys = {
 _IGNORED = names(
     """
     base_model_ignore_patterns strict resume_from_checkpoint auto_resume_from_checkpoints
-    resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings embeddings_skip_upcast
+    resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings
     reinit_weights trl vllm quantization dynamic_checkpoint center_rewards_coefficient dpo_use_weighting
     dpo_label_smoothing precompute_ref_log_probs dpo_use_liger_kernel dpo_padding_free dpo_loss_type
     dpo_loss_weights dpo_beta rl_beta orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight
@@ -224,7 +226,7 @@ _IGNORED = names(
     generate_samples num_generation_samples generation_max_new_tokens generation_temperature
     generation_top_p generation_top_k generation_prompt_ratio generation_do_sample lora_model_dir
     lora_alpha lora_fan_in_fan_out lora_alpha_pattern peft_use_rslora peft_init_lora_weights
-    peft_ensure_weight_tying qlora_sharded_model_loading lora_on_cpu bnb_config_kwargs loraplus_lr_ratio
+    peft_ensure_weight_tying qlora_sharded_model_loading lora_on_cpu loraplus_lr_ratio
     loraplus_lr_embedding merge_lora merge_method gptq_groupsize gptq_model_v1 gptq_disable_exllama
     relora_prune_ratio relora_prune_method relora_cpu_offload cls_model_config tokenizer_config
     tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common tokenizer_type processor_kwargs
@@ -278,6 +280,7 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
         if not any(name in str(plugin) for name in _HARMLESS_PLUGINS):
             reason = "may change the model or its loss, which is not planned"
             reading.refuse("plugins", plugin, reason, "To plan without it, add plugins=null")
+    _read_four_bits(values, reading)
     if values.get("adapter"):
         _read_adapters(values, reading)
     version = values["fsdp_version"] or 1
@@ -307,6 +310,23 @@ def _read_adapters(values: Mapping[str, Any], reading: FileReading) -> None:
             "LoRA kernels: planned without them, but Axolotl switches them on unless lora_mlp_kernel and the "
             "like are false; they keep fewer activations"
         )
+
+
+def _read_four_bits(values: Mapping[str, Any], reading: FileReading) -> None:
+    four_bits, quantized = values["load_in_4bit"] is True, values.get("adapter") == "qlora"
+    if four_bits and not quantized:
+        reading.refuse("load_in_4bit", True, "goes with adapter: qlora only", "Add adapter=qlora")
+    elif quantized and not four_bits:
+        remedy = "Add load_in_4bit=true, or adapter=lora"
+        reading.refuse("adapter", "qlora", "needs load_in_4bit: true", remedy)
+    elif four_bits:
+        options = values["bnb_config_kwargs"]
+        given = options if isinstance(options, Mapping) else {}
+        reading.settings |= {
+            "load_in_4bit": True,
+            "bnb_4bit_use_double_quant": given.get("bnb_4bit_use_double_quant") is not False,
+            "prepare_for_kbit_training": False,  # it is, and then cast back
+        }
 
 
 AXOLOTL = Trainer(

@@ -11,7 +11,7 @@ import yaml
 
 from torchtune_adaptive.cli.other_trainers.accelerate import read_launch
 from torchtune_adaptive.cli.other_trainers.axolotl import AXOLOTL
-from torchtune_adaptive.cli.other_trainers.keys import Trainer, names
+from torchtune_adaptive.cli.other_trainers.keys import FileReading, Trainer, names
 from torchtune_adaptive.cli.other_trainers.llama_factory import LLAMA_FACTORY
 from torchtune_adaptive.cli.other_trainers.trl import DPO, SFT
 from torchtune_adaptive.common import ConfigError, NoPrediction
@@ -94,6 +94,7 @@ def read_file(
     ranks = None
     if launch is not None:
         ranks = read_launch(_launch(launch), reading)
+    _refuse_four_bits(trainer, reading)
     if reading.refusals:
         lines = "".join(f"\n  {refusal}" for refusal in reading.refusals)
         raise NoPrediction(f"{path} cannot be planned as {trainer.name} trains it:{lines}")
@@ -197,6 +198,19 @@ def _apply(given: dict[str, Any], change: str, trainer: Trainer) -> None:
         block[last] = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ConfigError(key, value, f"is not YAML ({error})", "Write key=value") from None
+
+
+def _refuse_four_bits(trainer: Trainer, reading: FileReading) -> None:
+    """Refuse weights of 4 bits that nothing trains, or that FSDP shards."""
+    if not reading.settings.get("load_in_4bit"):
+        return
+    if not reading.settings.get("lora"):
+        reason = "has no gradients with weights of 4 bits, so only adapters can be trained"
+        key, value = trainer.adapters
+        reading.refuse(key, None, reason, f"Train adapters: {key}: {value}")
+    if reading.settings.get("fsdp"):
+        reason = "stores weights of 4 bits in another type, which is not planned"
+        reading.refuse("fsdp", True, reason, "Plan GPUs that have all weights, which take more")
 
 
 def _unread(ignored: Sequence[str], unknown: Sequence[str], trainer: Trainer) -> list[str]:

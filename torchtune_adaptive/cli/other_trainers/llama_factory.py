@@ -18,7 +18,7 @@ from torchtune_adaptive.cli.other_trainers.keys import (
 )
 from torchtune_adaptive.cli.other_trainers.sharding import read_sharding
 from torchtune_adaptive.cli.other_trainers.training_arguments import (
-    FOUR_BITS,
+    EIGHT_BITS,
     KERNELS,
     PARALLEL,
     WHY_NOT_ATTENTION,
@@ -29,6 +29,7 @@ from torchtune_adaptive.cli.other_trainers.training_arguments import (
 _FLASH = ("fa2", "fa3", "flash_attention_2", "flash_attention_3")
 _TRAINED = "trains other weights, which is not planned"
 _LOSS = "computes another loss, which is not planned"
+_FORMAT = "has weights of fewer bits in another format, which is not planned"
 _ELSEWHERE = "trains by another engine, which is not planned"
 
 _KEYS: Keys = {
@@ -55,9 +56,9 @@ _KEYS: Keys = {
     ),
     "packing": Joint("padded: rows are full, without a mask", None, (None, True, False)),
     "neat_packing": Joint("the same, with fa2 or fa3", False, (True, False)),
-    "quantization_bit": Refused(
-        FOUR_BITS, "Plan adapters on bfloat16 weights, which take more: quantization_bit=null"
-    ),
+    "quantization_bit": Sets("load_in_4bit", None, {None: False, 4: True}, EIGHT_BITS),
+    "quantization_method": Joint("must be bitsandbytes'", "bnb", ("bnb",), _FORMAT),
+    "double_quantization": Sets("bnb_4bit_use_double_quant", True),
     "use_dora": Refused("gives adapters magnitudes, which are not planned"),
     "additional_target": Refused(_TRAINED),
     "resize_vocab": Refused("makes other embeddings, which may be trained as well"),
@@ -102,7 +103,7 @@ _OF_MODEL = names(
     split_special_tokens add_tokens add_special_tokens new_special_tokens_config init_special_tokens
     model_revision low_cpu_mem_usage rope_scaling moe_aux_loss_coef use_reentrant_gc train_from_scratch
     infer_backend offload_folder use_kv_cache infer_dtype hf_hub_token ms_hub_token om_hub_token
-    print_param_status trust_remote_code quantization_method quantization_type double_quantization
+    print_param_status trust_remote_code quantization_type
     quantization_device_map image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches
     video_max_pixels video_min_pixels video_fps video_maxlen use_audio_in_video audio_sampling_rate
     export_dir export_size export_device export_quantization_bit export_quantization_dataset
@@ -176,6 +177,8 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
     if lora:
         found = target_modules("lora_target", values["lora_target"], reading)
         reading.settings["target_modules"] = found
+    if reading.settings.get("load_in_4bit"):
+        reading.settings["prepare_for_kbit_training"] = False
     if read_sharding(values["fsdp"], values["fsdp_config"], 1, reading):
         reading.settings["fsdp"] = True
 

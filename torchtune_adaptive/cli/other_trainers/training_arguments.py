@@ -33,7 +33,6 @@ FLASH = (
 """Attention that skips padding, and so needs no mask."""
 SDPA = "sdpa"
 WHY_NOT_ATTENTION = "is attention that is not planned"
-FOUR_BITS = "has weights of fewer bits, which this trainer prepares in its own way"
 EIGHT_BITS = "has weights of 8 bits, which are not planned"
 KERNELS = "replaces layers by kernels that keep other activations, which are not planned"
 FP16 = "is mixed precision with a scaler of losses, which is not planned"
