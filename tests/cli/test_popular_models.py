@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.helpers.popular_models import (
     as_table,
     write_tiny,
 )
+from tests.helpers.torchvision import FOLDER
 from torchtune_adaptive.planner import processes
 
 ROOT = Path(__file__).parents[2]
@@ -27,8 +29,12 @@ Call = Callable[..., Future[Any]]
 
 @pytest.fixture(scope="module")
 def call() -> Iterator[Call]:
-    with processes("tests.helpers.preload_transformers") as found:
-        yield found
+    # transformers cannot use the torchvision that tests of torchtune's models have put there.
+    elsewhere = [folder for folder in sys.path if folder != str(FOLDER)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", elsewhere)
+        with processes("tests.helpers.preload_transformers") as found:
+            yield found
 
 
 @pytest.mark.rotating(2)
