@@ -329,7 +329,8 @@ def _parameter_groups(state: Any) -> list[Any]:
 
 
 def compile_for_all_sizes(tensor: torch.Tensor, dims: Iterable[int]) -> None:
-    """Let what is compiled for this tensor fit others that have other sizes in these dimensions, but 1."""
+    """Let what is compiled for this tensor fit others that have other sizes in these dimensions, but 1.
+    Checked on torch 2.11 and 2.13."""
     for dim in dims:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
@@ -342,7 +343,7 @@ def can_run_triton() -> bool:
 @contextmanager
 def triton_known(can_run: bool) -> Iterator[None]:
     """A context in which torch does not ask the first GPU whether it can run Triton, as torchao's import lets
-    it do."""
+    it do. Checked on torch 2.11 and 2.13."""
     ask = torch.utils._triton.has_triton
     torch.utils._triton.has_triton = lambda: can_run  # type: ignore[assignment]
     try:

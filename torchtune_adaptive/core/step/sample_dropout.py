@@ -84,10 +84,10 @@ def drop(x: torch.Tensor, row_keys: torch.Tensor, least: int, factor: float) -> 
 
 
 def drop_by_kernel(backend: str | Callable[..., Any] = "inductor") -> Drop:
-    """Gives what drops the same elements by one kernel, with temporaries of no size.
+    """Gives what drops the same elements by a compiled kernel, which needs no temporaries of that size.
 
-    It is compiled for each width, as kernels divide by it, and for all numbers of rows and positions. torch
-    would compile it for each number until it had done so too often, and then no more.
+    It is compiled for each width, as kernels divide by it, and for all numbers of rows and positions. Left
+    alone, torch would compile it for each of these until it had done so too often, and then no more.
     """
     compiled = torch.compile(drop, dynamic=False, backend=backend)
 
