@@ -108,6 +108,7 @@ class RowStep(ABC):
                 self._size,
                 lengths,
                 groups,
+                self._numbers(batches),
             )
 
     def _step_of(self, model: Any, optimizer: Any, **more: Any) -> AdaptiveStep:
@@ -181,6 +182,10 @@ class RowStep(ABC):
 
     def _groups(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
         """The rows of a step that may share a micro-batch; None if all may."""
+        return None
+
+    def _numbers(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
+        """The numbers of the rows among those of all processes, where dropout follows them."""
         return None
 
     def _lengths(self, rows: Sequence[Any]) -> list[int] | None:

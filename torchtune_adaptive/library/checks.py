@@ -169,8 +169,8 @@ def row_numbers(numbers: Any, rows: int) -> Sequence[int]:
         arguments.whole("numbers", number, at_least=0)
     if len(numbers) != rows or len({*numbers}) < rows:
         raise UsageError(
-            f"numbers: {len({*numbers})} different ones for {counted(rows, 'row')}. Pass one for each row, as "
-            "it has among the rows of all ranks."
+            f"numbers: {len({*numbers})} different ones for {counted(rows, 'row')}. Pass one for each row, "
+            "as it has among the rows of all ranks."
         )
     return numbers
 

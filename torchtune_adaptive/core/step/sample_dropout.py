@@ -40,7 +40,7 @@ _CANNOT_BE_KEYED = (
 _INSIDE = ("attn_dropout", "attention_dropout", "dropout_p", "dropout")
 """Names of attributes by which modules drop out in their own way, such as inside of attention."""
 _ADDED_BY_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module"}
-"""Parts of names that come from ``torch.compile``, torch's wrapper for checkpointing, and Lightning Fabric."""
+"""Parts of names that come from ``torch.compile``, torch's checkpointing, and Lightning Fabric."""
 _ROWS_POSITIONS_COLUMNS = 3
 
 
@@ -188,19 +188,28 @@ def drop_by_sample(model: nn.Module, compiled: bool) -> None:
     Raises:
         UsageError: it drops out in another way as well, whose random numbers belong to no sample.
     """
-    replaced: dict[str, float] = {}
+    drops = drop_by_kernel() if compiled else drop_in_parts
+    for name, share in shares_by_sample(model).items():
+        _replace(model, name, SampleDropout(share, drops))
+
+
+def shares_by_sample(model: nn.Module) -> dict[str, float]:
+    """The share that each layer of a model drops, by its name.
+
+    Raises:
+        UsageError: it drops out in another way as well, whose random numbers belong to no sample.
+    """
+    shares: dict[str, float] = {}
     for name, module in model.named_modules():
         if type(module) in (nn.Dropout, SampleDropout):
             if module.p > 0:
-                replaced[name] = module.p
+                shares[name] = module.p
             continue
         inside = [key for key in _INSIDE if _is_share(getattr(module, key, 0))]
         if inside or (isinstance(module, (nn.Dropout, *_CANNOT_BE_KEYED)) and module.p > 0):
             what = f"{name}.{inside[0]}" if inside else f"{name} ({type(module).__name__})"
             raise UsageError(f"{what}: its random numbers cannot belong to samples.")
-    drops = drop_by_kernel() if compiled else drop_in_parts
-    for name, share in replaced.items():
-        _replace(model, name, SampleDropout(share, drops))
+    return shares
 
 
 def drop_by_torch(model: nn.Module) -> None:
