@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.integrations.real.trainers import (
@@ -25,7 +27,6 @@ from tests.integrations.real.trainers import (
 )
 from tests.integrations.real.ways import WAYS, fsdp2_on_cpu
 from torchtune_adaptive import UsageError
-from torchtune_adaptive.core.step.sample_dropout import SampleDropout
 from torchtune_adaptive.integrations import Adaptive
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
@@ -52,38 +53,42 @@ def run(
     lost: Loss | tuple[()] = (),
     way: str = "ddp",
     **settings: Any,
-) -> Result:
+) -> list[dict[str, float]]:
+    """What a training logs."""
     if kind in ("dpo", "reward"):
         settings["disable_dropout"] = False
     if way == "fsdp2":
         fsdp2_on_cpu()
     size = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": batches}
     settings = {"peft_config": adapters(kind)} | size | WAYS[way] | settings
-    return trained(kind, options, lost, **settings)
+    return trained(kind, options, lost, **settings).logs
+
+
+def logged(ranks: int, *arguments: Any, **settings: Any) -> Result:
+    [logs, *_] = on_ranks(partial(run, **settings), ranks, *arguments)
+    return Result(logs, torch.empty(0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_micro_batches_processes_and_retries_change_no_mask(kind: str) -> None:
-    [expected] = on_ranks(run, 1, kind, BY_SAMPLE, 8, 1)
-    [by_torch] = on_ranks(run, 1, kind, AS_CONFIGURED, 8, 1)
-    assert distance(by_torch, expected, "loss") > 1e-4
-    [others] = on_ranks(run, 1, kind, BY_SAMPLE, 2, 4)
-    [retried] = on_ranks(run, 1, kind, BY_SAMPLE, 8, 1, Loss())
-    on_two = on_ranks(run, 2, kind, BY_SAMPLE, 2, 2)[0]
+    expected = logged(1, kind, BY_SAMPLE, 8, 1)
+    assert distance(logged(1, kind, AS_CONFIGURED, 8, 1), expected, "loss") > 1e-4
+    others = logged(1, kind, BY_SAMPLE, 2, 4)
+    retried = logged(1, kind, BY_SAMPLE, 8, 1, Loss())
+    on_two = logged(2, kind, BY_SAMPLE, 2, 2)
     for found in (others, retried, on_two):
         assert_near(apart(found, expected))
 
 
 def test_neither_do_shards_searches_and_budgets() -> None:
-    [expected] = on_ranks(run, 1, "sft", BY_SAMPLE, 8, 1)
+    expected = logged(1, "sft", BY_SAMPLE, 8, 1)
     searching = replace(SEARCHING, dropout="sample")
     budget = replace(searching, token_budget=True)
-    sharded = on_ranks(run, 2, "sft", BY_SAMPLE, 4, 1, (), "fsdp2")[0]
     for found in (
-        sharded,
-        *on_ranks(run, 1, "sft", searching, 4, 2),
-        *on_ranks(run, 1, "sft", budget, 2, 4),
-        on_ranks(run, 2, "sft", budget, 2, 2)[0],
+        logged(2, "sft", BY_SAMPLE, 4, 1, (), "fsdp2"),
+        logged(1, "sft", searching, 4, 2),
+        logged(1, "sft", budget, 2, 4),
+        logged(2, "sft", budget, 2, 2),
     ):
         assert_near(apart(found, expected))
 
@@ -91,13 +96,9 @@ def test_neither_do_shards_searches_and_budgets() -> None:
 def test_a_run_goes_on_on_other_processes(tmp_path: Path) -> None:
     folder = str(tmp_path)
     saving = {"folder": folder, "save_strategy": "steps", "save_steps": 2}
-    [whole] = on_ranks(run_with, 1, saving)
-    resumed = on_ranks(run_with, 2, {"folder": folder, "resume": f"{folder}/checkpoint-2"})[0]
+    whole = logged(1, "sft", BY_SAMPLE, 4, 2, **saving)
+    resumed = logged(2, "sft", BY_SAMPLE, 4, 2, folder=folder, resume=f"{folder}/checkpoint-2")
     assert_near(apart(resumed, whole))
-
-
-def run_with(settings: dict[str, Any]) -> Result:
-    return run("sft", BY_SAMPLE, 4, 2, **settings)
 
 
 def left_behind(folder: str) -> list[str]:
@@ -108,7 +109,6 @@ def left_behind(folder: str) -> list[str]:
 
 def test_a_trained_model_drops_as_before(tmp_path: Path) -> None:
     assert {*on_ranks(left_behind, 1, str(tmp_path))[0]} == {nn.Dropout.__name__}
-    assert nn.Dropout.__name__ != SampleDropout.__name__
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
