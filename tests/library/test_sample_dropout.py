@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +19,7 @@ from tests.helpers.faults import survivable
 from tests.helpers.library import WIDTH, Row, Trained, collate, failing, rows_of
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive import LayerCheckpointing, UsageError, find_batch_size, steps_of
-from torchtune_adaptive.core.step.sample_dropout import SampleDropout
+from torchtune_adaptive.core.step.sample_dropout import SampleDropout, _named, drop_by_sample
 from torchtune_adaptive.core.step.snapshot import Snapshot
 
 DATA = 30
@@ -255,10 +256,8 @@ def test_a_model_drops_as_torch_does_where_a_later_step_says_so() -> None:
 
 
 def split_rows() -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-
+    mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(UsageError) as caught:
-        mesh = init_device_mesh("cpu", (2,))
         Trained("ddp", model=model("ddp"), context_mesh=mesh, **BY_SAMPLE)
     return str(caught.value)
 
@@ -269,8 +268,6 @@ def test_rows_that_are_split_over_ranks_are_refused() -> None:
 
 
 def compiled_names(way: str) -> list[str]:
-    from torchtune_adaptive.core.step.sample_dropout import _named, drop_by_sample
-
     made = model(way)
     if way == "compiled":
         made = torch.compile(made, backend="eager")  # type: ignore[assignment]

@@ -175,8 +175,8 @@ def _require_supported(module: Any, training_step: Callable[..., Any]) -> None:
     trainer = module.trainer
     if getattr(module, "adaptive", Adaptive()).dropout == "sample":
         raise UsageError(
-            "dropout: by sample, but Lightning's loaders do not say which rows other processes have. Leave it "
-            "out, or call AdaptiveStep in a loop of your own."
+            "dropout: by sample, but Lightning's loaders do not say which rows other processes have. Leave "
+            "it out, or call AdaptiveStep in a loop of your own."
         )
     if not module.automatic_optimization:
         raise UsageError(

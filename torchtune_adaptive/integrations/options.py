@@ -41,9 +41,9 @@ class Adaptive:
     """Whether FSDP2 reduces the gradients of each micro-batch. With False it does so with the last one only,
     as accelerate does: fewer collectives, for the memory of unsharded gradients. The search includes it."""
     dropout: Dropout = "torch"
-    """The random numbers of dropout: those of ``torch``, or of the ``sample``: the mask of a row is a function
-    of the seed (``args.seed``), the layer's name, the step, and the row's place in it; the same on any number
-    of processes and in any micro-batch."""
+    """The random numbers of dropout: those of ``torch``, or of the ``sample``: a row's mask is a function of
+    ``args.seed``, the layer's name, the step, and the row's place in it; the same on any number of processes
+    and in any micro-batch."""
 
     def __post_init__(self) -> None:
         arguments.memory("memory_limit", self.memory_limit)

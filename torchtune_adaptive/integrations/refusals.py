@@ -187,7 +187,8 @@ def _require_dropout_by_sample(trainer: Any) -> None:
     """Check that all that a trainer draws in a step is dropout of rows."""
     if getattr(trainer.args, "neftune_noise_alpha", None):
         raise UsageError(
-            "dropout: by sample, but neftune_noise_alpha draws noise that belongs to no sample. Leave one off."
+            "dropout: by sample, but neftune_noise_alpha draws noise that belongs to no sample. Leave one "
+            "off."
         )
     if getattr(trainer, "padding_free", False):
         raise UsageError(

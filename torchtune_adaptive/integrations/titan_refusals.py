@@ -77,7 +77,9 @@ def require_supported_config(config: Any, options: Adaptive) -> None:
             "'model' out of compile.components."
         )
     if options.dropout == "sample":
-        raise UsageError("dropout: torchtitan's models drop nothing by sample. Leave it out.")
+        raise UsageError(
+            "dropout: by sample, but torchtitan's models drop nothing, so nobody has tested it. Leave it out."
+        )
     if options.token_budget:
         raise UsageError("token_budget: rows of torchtitan have the same length. Leave it off.")
 

@@ -31,7 +31,7 @@ from torchtune_adaptive.integrations import Adaptive
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 BY_SAMPLE = replace(AS_CONFIGURED, dropout="sample")
-KINDS = ["sft", "dpo", "reward"]
+KINDS = ["sft", "dpo", "kto", "reward"]
 
 
 def adapters(kind: str) -> Any:
@@ -55,7 +55,7 @@ def run(
     **settings: Any,
 ) -> list[dict[str, float]]:
     """What a training logs."""
-    if kind in ("dpo", "reward"):
+    if kind != "sft":
         settings["disable_dropout"] = False
     if way == "fsdp2":
         fsdp2_on_cpu()
@@ -91,6 +91,16 @@ def test_neither_do_shards_searches_and_budgets() -> None:
         logged(2, "sft", budget, 2, 2),
     ):
         assert_near(apart(found, expected))
+
+
+def test_neither_do_compilers_and_checkpointing() -> None:
+    expected = logged(1, "sft", BY_SAMPLE, 8, 1)
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    checkpointed = {"gradient_checkpointing": True}
+    fastest = replace(SEARCHING, dropout="sample", fastest=True)
+    assert_near(apart(logged(1, "sft", BY_SAMPLE, 4, 2, **compiled), expected))
+    assert_near(apart(logged(1, "sft", BY_SAMPLE, 4, 2, **checkpointed), expected))
+    assert_near(apart(logged(1, "sft", fastest, 4, 2, **checkpointed), expected))
 
 
 def test_a_run_goes_on_on_other_processes(tmp_path: Path) -> None:
