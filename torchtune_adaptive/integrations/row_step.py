@@ -98,6 +98,7 @@ class RowStep(ABC):
         if self._step is None:
             self._require_repeatable(batches[0])
             self._step, why = self._begin(len(rows))
+            self._step.steps = self._steps_before(self._step)
         lengths, groups = self._lengths(rows), self._groups(batches)
         if begins:
             self._announce_size(groups or [len(rows)], why)
@@ -222,6 +223,10 @@ class RowStep(ABC):
                 why.insert(0, f"{self._size} of the longest row")
                 self._size *= tokens_in(self._collated([row]))
         return step, f" ({', '.join(why)})" if why else ""
+
+    def _steps_before(self, step: AdaptiveStep) -> int:
+        """The steps that have been taken before the first of this loop."""
+        return step.steps
 
     def _announce_size(self, groups: Sequence[int], why: str) -> None:
         """Say how a step is divided."""

@@ -305,11 +305,9 @@ class TrainerStep(RowStep):
             self._announce(step, _NOISE)
         return step
 
-    def _begin(self, rows: int) -> tuple[AdaptiveStep, str]:
-        step, why = super()._begin(rows)
+    def _steps_before(self, step: AdaptiveStep) -> int:
         # With those that were taken on other processes, or by the plain trainer.
-        step.steps = self._trainer.state.global_step
-        return step, why
+        return int(self._trainer.state.global_step)
 
     def _configured(self) -> tuple[int, int, int]:
         trainer, args = self._trainer, self._trainer.args

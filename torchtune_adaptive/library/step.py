@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -288,9 +288,8 @@ class AdaptiveStep:
                 self._spare = some[:1]
             return collate_fn(some)
 
-        def running(part: Sequence[int]) -> AbstractContextManager[Any]:
-            if self._keys is None:
-                return nullcontext()
+        def keyed(part: Sequence[int]) -> AbstractContextManager[Any]:
+            assert self._keys is not None
             return self._keys.running(0, self.steps, [shared.numbers[place] for place in part])
 
         def micro_batches(size: int) -> _MicroBatches:
@@ -300,7 +299,7 @@ class AdaptiveStep:
             first = collated(0, shared.first(size))  # while the ranks hear of each other
             parts = shared.parts(size)
             self.objective.equal_rows = shared.least == shared.most
-            return _MicroBatches([first], parts, collated, running)
+            return _MicroBatches([first], parts, collated, keyed if self._keys else None)
 
         outcome = self._runner.run(micro_batches, self.steps + 1, self._adjusted)
         self.steps += 1
@@ -432,8 +431,8 @@ class _MicroBatches:
     parts: Sequence[Sequence[int]]
     """The positions of the rows in each."""
     collated: Callable[[int, Sequence[int]], Any]
-    running: Callable[[Sequence[int]], AbstractContextManager[Any]]
-    """Makes the context in which the micro-batch with these rows goes forward and backward."""
+    keyed: Callable[[Sequence[int]], AbstractContextManager[Any]] | None
+    """With dropout by sample, the context in which a micro-batch of these rows goes forward and backward."""
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -441,5 +440,8 @@ class _MicroBatches:
     def __iter__(self) -> Iterator[Any]:
         for number, part in enumerate(self.parts):
             batch = self.collated(number, part) if number else self.first.pop()
-            with self.running(part):
+            if self.keyed is None:
+                yield batch
+                continue
+            with self.keyed(part):
                 yield batch
