@@ -113,6 +113,16 @@ def test_rows_that_others_deal_out_have_numbers() -> None:
         assert all(close(found, alone) for found in run_ranks(dealt, 2, "ddp", named))
 
 
+def test_rows_that_the_caller_adds_have_numbers_as_well() -> None:
+    run = Trained("alone", model=model(), **BY_SAMPLE)
+    plain = Trained("alone", model=model(), **BY_SAMPLE)
+    rows = next(steps_of(rows_of(DATA), 4))
+    rows.append(rows[0])
+    run.step(rows, collate, 5)
+    plain.step([*rows], collate, 5)
+    assert weights(run) == weights(plain)
+
+
 def test_a_retry_has_the_same_masks() -> None:
     rows = rows_of(4)
     run, memory = failing("alone", model=model(), **BY_SAMPLE)

@@ -130,7 +130,7 @@ def shared_rows(
         groups = checks.row_groups(groups, count, lengths)
         if numbers is not None:
             numbers = checks.row_numbers(numbers, count)
-        elif isinstance(rows, DealtRows):
+        elif isinstance(rows, DealtRows) and len(rows.numbers) == count:  # or some were added
             numbers = rows.numbers
         else:
             numbers = range(rank, rank + count * ranks, ranks)
