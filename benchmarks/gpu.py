@@ -11,8 +11,8 @@ time, and after each its result is on disk, and in the report. The pieces are in
 want to know; all of them fit into five calls of nine minutes. A piece that failed, or was stopped by its
 limit, is run again when all have been run; what it had found until then is kept. Each call ends with a table
 of what is known, to be pasted into an issue. What was measured on another device, torch or version of the
-sources is not mixed in: then all pieces are run again. With `--keep`, those are not that passed with other
-sources; the table names these sources.
+sources is not mixed in: then all pieces are run again. With `--keep`, what passed with other sources is not
+run again, and the table names these sources.
 
 It needs a Python with torch, torchtune and pytest; docs/gpu.md has a way for a machine without network.
 """
@@ -136,6 +136,11 @@ class Progress:
         except (OSError, ValueError, KeyError, TypeError):
             pass  # nothing yet, or nothing of use
 
+    @property
+    def where(self) -> str:
+        """The machine and the version of the sources."""
+        return f"{self.machine}, sources {self.sources}" if self.sources else self.machine
+
     def result(self, piece: Piece) -> Result | None:
         """The result of a piece, if it has been run as it is now."""
         result = self.results.get(piece.name)
@@ -209,7 +214,7 @@ def run(piece: Piece, so_far: Callable[[Result], None] = lambda result: None) ->
 
 def table(pieces: Sequence[Piece], progress: Progress) -> str:
     """What is known, in one table of Markdown."""
-    rows = [f"| {progress.machine} | | |", "|---|---|---|"]
+    rows = [f"| {progress.where} | | |", "|---|---|---|"]
     for piece in pieces:
         result = progress.result(piece)
         ended = "not measured" if result is None else result.ended
@@ -229,10 +234,7 @@ def report(pieces: Sequence[Piece], progress: Progress) -> str:
     not_run = [name for name, result in results.items() if result is None]
     stopped = [name for name, result in results.items() if result and result.exit_code is None]
     failed = [name for name, result in results.items() if result and result.exit_code]
-    text = [
-        f"# Tests and benchmarks for a GPU\n\n{progress.machine}, sources {progress.sources}. "
-        "Made by `benchmarks/gpu.py`.\n"
-    ]
+    text = [f"# Tests and benchmarks for a GPU\n\n{progress.where}. Made by `benchmarks/gpu.py`.\n"]
     text.append(f"\n{table(pieces, progress)}\n")
     for what, names in (("Not reached", not_run), ("Stopped", stopped), ("Failed", failed)):
         if names:

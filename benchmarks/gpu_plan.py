@@ -13,7 +13,7 @@ links are infinitely fast: neither the predicted speed nor the measured one has 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -50,6 +50,8 @@ from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
 
 GIB = 1 << 30
 SMALL = 2
+NEAR = 3
+"""So many rows more and less than predicted are tried."""
 STEPS = 3
 """Timed steps of the small micro-batch."""
 SHORTER = 16
@@ -204,6 +206,17 @@ def query_of(case: Case, plan: PlanRequest, device_name: str) -> Query:
     return plan.query(pace=pace)
 
 
+def largest_near(predicted: int, fits: Callable[[int], bool]) -> str:
+    """The largest number of rows that fit, or what is known of it, if it is not near the predicted one."""
+    rows = max(predicted, 1)
+    if fits(rows):
+        larger = range(rows + 1, rows + NEAR + 1)
+        too_large = next((number for number in larger if not fits(number)), None)
+        return f"{larger[-1]} or more" if too_large is None else str(too_large - 1)
+    fewer = range(rows - 1, max(rows - NEAR - 1, 0), -1)
+    return str(next((n for n in fewer if fits(n)), f"fewer than {min(fewer, default=rows)}"))
+
+
 def compare(case: Case, device: str, capacity: int, device_name: str) -> Iterator[str]:
     """The rows of the table, each as soon as it is known."""
     plan = plan_request(config_of(case, device), case.ranks, memory=capacity)
@@ -214,17 +227,12 @@ def compare(case: Case, device: str, capacity: int, device_name: str) -> Iterato
     largest = prediction.largest
     usages: dict[int, Usage | None] = {}
     with measuring.memory.capped(plan.device.usable_bytes):
-        for rows in range(max(largest, 1), largest + 4):
+
+        def fits(rows: int) -> bool:
             usages[rows] = measuring.usage(rows)
-            if usages[rows] is None:
-                found = str(rows - 1)
-                break
-        else:
-            found = f"{largest + 3} or more"
-        if usages[max(largest, 1)] is None:
-            fewer = range(largest - 1, max(largest - 4, 0), -1)
-            fits = (rows for rows in fewer if measuring.usage(rows) is not None)
-            found = str(next(fits, f"fewer than {min(fewer, default=largest)}"))
+            return usages[rows] is not None
+
+        found = largest_near(largest, fits)
         tell("largest micro-batch", f"predicted {largest}, found {found}")
         yield f"| {case.name} | largest: predicted {largest}, found {found} |"
         for rows, peak in {largest: prediction.at_largest, SMALL: prediction.configured}.items():

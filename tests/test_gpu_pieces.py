@@ -112,6 +112,7 @@ class TestPieces:
         kept.add(pieces[1], gpu.Result(pieces[1].command, 0, 1.0, ""))
         ended = [row.split("|")[-2] for row in gpu.table(pieces, kept).splitlines()[2:]]
         assert ["sources old" in each for each in ended] == [True, False, True]
+        assert "a GPU, sources new" in gpu.table(pieces, kept)
 
     def test_a_piece_that_changed_is_run_again(
         self, gpu: Any, pieces: list[Any], tmp_path: Path
@@ -340,6 +341,26 @@ def test_sources_have_one_name_until_they_change(
     assert gpu.sources() == before
     file.write_text("2")
     assert gpu.sources() != before
+
+
+@pytest.mark.parametrize(
+    ("predicted", "fit", "found"),
+    [
+        (45, 45, "45"),
+        (45, 44, "44"),
+        (45, 47, "47"),
+        (45, 60, "48 or more"),
+        (45, 30, "fewer than 42"),
+        (2, 0, "fewer than 1"),
+        (0, 0, "fewer than 1"),
+        (0, 1, "1"),
+    ],
+)
+def test_the_largest_size_is_looked_for_near_the_predicted_one(
+    predicted: int, fit: int, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = benchmark("gpu_plan", monkeypatch)
+    assert plan.largest_near(predicted, lambda rows: rows <= fit) == found
 
 
 def test_every_choice_on_a_gpu_is_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:

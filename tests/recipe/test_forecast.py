@@ -149,7 +149,7 @@ def query(
 ) -> Query:
     from torchtune_adaptive.recipe.tracing import tracer as tracer_module
 
-    monkeypatch.setattr(tracer_module, "Tracer", lambda asked, ranks, rank: tracer)
+    monkeypatch.setattr(tracer_module, "Tracer", lambda *_: tracer)
     loss = {"_component_": "torch.nn.CrossEntropyLoss"}
     cfg = {
         "batch_size": 4,
@@ -242,7 +242,7 @@ def test_the_highest_rank_of_adapters(
 ) -> None:
     from torchtune_adaptive.recipe.tracing import tracer as tracer_module
 
-    def tracer(asked: Asked, ranks: int, rank: int) -> FakeTracer:
+    def tracer(asked: Asked, ranks: int, rank: int, _: object) -> FakeTracer:
         return FakeTracer(lambda rows, n: (asked.cfg.model.lora_rank * rows * 3, 10))
 
     asked = query(FakeTracer(None), monkeypatch, model={"lora_rank": 8})

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.common.folder_lock import FolderInUse, FolderLock
     from torchtune_adaptive.common.lazy import interface
+    from torchtune_adaptive.common.number_rows import packed_rows, unpacked_rows
     from torchtune_adaptive.common.text import (
         AMOUNT_OF_MEMORY,
         amount_of_memory,

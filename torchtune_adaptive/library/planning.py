@@ -32,6 +32,7 @@ from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode
 from torchtune_adaptive.library.search import CheckedBatch
 from torchtune_adaptive.library.summed_loss import SummedLoss
 from torchtune_adaptive.planner import (
+    AnyDepth,
     DeviceLimits,
     Machine,
     Pace,
@@ -237,29 +238,32 @@ class StepsOfModel:
     """Whether memory is that of compiled code; it is not, whatever is compiled."""
 
     def __init__(self, question: StepQuestion) -> None:
-        self._tracer = _ModelTracer(question)
-        self._first = self._tracer.take_step(TracedRun.ROWS[0])
+        self._tracer = AnyDepth(
+            lambda shorten: _ModelTracer(question, shorten),
+            lambda tracer: tracer.take_step(TracedRun.ROWS[0]),
+        )
+        self._start_up = self._tracer.start_up()
         self._known: dict[int, RecordedStep] = {}
 
     def start_up(self, length: int) -> StartUp:
-        return StartUp(self._tracer.set_up, self._first)
+        return self._start_up
 
     def step(self, rows: int, length: int) -> RecordedStep:
         if rows not in self._known:
-            self._known[rows] = self._tracer.take_step(rows)
+            self._known[rows] = self._tracer.step(lambda tracer: tracer.take_step(rows))
         return self._known[rows]
 
     noted = step
 
     @property
     def as_written(self) -> str:
-        return _AS_WRITTEN if self._tracer.compiles else ""
+        return _AS_WRITTEN if self._tracer.any.compiles else ""
 
 
 class _ModelTracer(StepTracer):
-    """One rank of a run with a model that the user builds."""
+    """One rank of a run with a model that the user builds, of which a function removes layers."""
 
-    def __init__(self, question: StepQuestion) -> None:
+    def __init__(self, question: StepQuestion, shorten: Callable[[nn.Module], None]) -> None:
         super().__init__(not question.asked.device.caching, 0, question.ranks)
         self.compiles = False
         _only_wrap()
@@ -268,6 +272,7 @@ class _ModelTracer(StepTracer):
         self._batch = CheckedBatch(question.worst_case)
         self._accumulation = min(question.asked.micro_batches, 2)  # later ones are like the second
         model = self._built(question.build)
+        shorten(model)
         with self.tracing():
             fill(model, self.device)
             optimizer = checks.plain_optimizer(question.optimizer(model.parameters()))

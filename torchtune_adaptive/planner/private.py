@@ -46,7 +46,8 @@ register_device = _setup_privateuseone_for_python_backend
 
 
 def join_fake_group(backend: str, devices: list[str], rank: int, ranks: int) -> None:
-    """Join a process group, registered as ``backend``, whose collectives return tensors without values."""
+    """Join a process group, registered as ``backend``, whose collectives return tensors without values. Where
+    this process is already in one of as many ranks, it stays: several tracers may use it."""
     from torch.testing._internal.distributed import fake_pg
 
     if backend not in dist.Backend.backend_list:
@@ -54,6 +55,8 @@ def join_fake_group(backend: str, devices: list[str], rank: int, ranks: int) -> 
             backend, fake_pg._create_fake_pg, extended_api=True, devices=devices
         )
     if dist.is_initialized():
+        if (dist.get_backend(), dist.get_rank(), dist.get_world_size()) == (backend, rank, ranks):
+            return
         dist.destroy_process_group()
     dist.init_process_group(backend, rank=rank, world_size=ranks, store=fake_pg.FakeStore())
 

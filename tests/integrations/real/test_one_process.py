@@ -22,7 +22,8 @@ from tests.integrations.real.trainers import (
 )
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
-CLOSE = 1e-5 if ON_GPU else 1e-6
+CLOSE = 1e-6
+LOOSE = {"autocast": 2e-3, "autocast, checkpointing": 2e-3} | ({"compiled": 1e-5} if ON_GPU else {})
 
 
 def _no_smaller_loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> torch.Tensor:
@@ -91,7 +92,7 @@ def compare(kind: str, settings: dict[str, Any], where: str = "policy") -> dict[
 def test_trainer(name: str) -> None:
     [seen] = on_ranks(compare, 1, "trainer", TRAINER[name])
     assert seen["equal"] == 0 and seen["same weights"] and seen["same logs"], seen
-    loose = 2e-3 if name.startswith("autocast") else CLOSE
+    loose = LOOSE.get(name, CLOSE)
     assert seen["searched"] <= loose and seen["lost"] <= loose, seen
     assert seen["found"][0] > 4 or TRAINER[name].get("gradient_accumulation_steps") == 1, seen
     assert seen["sizes"][1] < 4, seen
@@ -111,7 +112,7 @@ SFT: dict[str, dict[str, Any]] = {
 def test_sft(name: str) -> None:
     [seen] = on_ranks(sft, 1, SFT[name])
     assert seen["equal"] == 0 and seen["same weights"] and seen["same logs"], seen
-    loose = 2e-3 if name.startswith("autocast") else CLOSE
+    loose = LOOSE.get(name, CLOSE)
     assert seen["searched"] <= loose and seen["lost"] <= loose, seen
     assert seen["found"][0] == 8 and seen["sizes"][1] < 4, seen
     assert seen["tokens"][0][0] and all(each == seen["tokens"][0] for each in seen["tokens"])

@@ -19,6 +19,7 @@ from torchtune_adaptive.integrations import Adaptive
 from torchtune_adaptive.integrations.transformers import adaptive
 
 ON_GPU = torch.cuda.is_available()
+"""Whether one process uses a GPU; several use the CPU, as NCCL wants a GPU for each."""
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(61))]
 LLAMA = {
     "hidden_size": 32,
@@ -38,7 +39,6 @@ SETTINGS = {
     "learning_rate": 1e-2,
     "warmup_steps": 1,
     "logging_steps": 1,
-    "use_cpu": not ON_GPU,
     "disable_tqdm": True,
     "report_to": "none",
     "save_strategy": "no",
@@ -115,15 +115,15 @@ def on_ranks(
 
 
 def _alone_or_not(function: Callable[..., Any], *arguments: Any) -> Any:
-    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-    if not ON_GPU:
-        os.environ["ACCELERATE_USE_CPU"] = "true"
+    alone = os.environ["WORLD_SIZE"] == "1"
+    on_cpu = str(not (alone and ON_GPU)).lower()
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", ACCELERATE_USE_CPU=on_cpu)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has workers
     warnings.simplefilter("ignore")
     from datasets import disable_progress_bars
 
     disable_progress_bars()
-    if os.environ["WORLD_SIZE"] == "1":
+    if alone:
         for name in (
             "RANK",
             "WORLD_SIZE",
@@ -266,7 +266,8 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
         arguments["ref_model"] = llama(**config)
     if options is not None:
         trainer_class = adaptive(trainer_class, options)
-    arguments["args"] = config_class(folder, **SETTINGS | settings)
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "true") == "true"
+    arguments["args"] = config_class(folder, **{**SETTINGS, "use_cpu": on_cpu} | settings)
     return trainer_class(model=model or llama(**config), **arguments)
 
 

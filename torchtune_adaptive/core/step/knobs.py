@@ -118,6 +118,13 @@ def layers_of(checkpoint: str) -> tuple[int, int] | None:
     return (int(count), int(layers)) if of else None
 
 
+def period(checkpoint: str) -> int | None:
+    """The number of layers after which it is the same as for those before; None if it never is."""
+    if layers_of(checkpoint):
+        return None
+    return int(checkpoint.removeprefix("every_")) if checkpoint.startswith("every_") else 1
+
+
 def is_checkpointed(checkpoint: str, number: int) -> bool:
     """Whether a layer is computed again as a whole; they are counted from 1, as torchtune does.
 

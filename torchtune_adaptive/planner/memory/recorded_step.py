@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from torchtune_adaptive.common import packed_rows, unpacked_rows
 from torchtune_adaptive.planner.speed import operations
 from torchtune_adaptive.planner.speed.operations import StepOperations
 
@@ -75,9 +76,9 @@ class RecordedStep(NamedTuple):
         """The step for JSON. Few labels differ, so each is stored once."""
         kinds = {label: number for number, label in enumerate(dict.fromkeys(self.labels.values()))}
         return {
-            "events": [list(event) for event in self.events],
+            "events": packed_rows(self.events),
             "kinds": [list(label) for label in kinds],
-            "labels": [[block, kinds[label]] for block, label in self.labels.items()],
+            "labels": packed_rows((block, kinds[label]) for block, label in self.labels.items()),
             "operations": operations.packed_up(self.operations) if self.operations else None,
         }
 
@@ -85,8 +86,8 @@ class RecordedStep(NamedTuple):
     def unpacked(cls, packed: Mapping[str, Any]) -> RecordedStep:
         """The step that ``packed`` gave."""
         kinds = [Label(*kind) for kind in packed["kinds"]]
-        events = [MemoryEvent(*event) for event in packed["events"]]
-        labels = {block: kinds[number] for block, number in packed["labels"]}
+        events = [MemoryEvent(*event) for event in unpacked_rows(packed["events"], 3)]
+        labels = {block: kinds[number] for block, number in unpacked_rows(packed["labels"], 2)}
         noted = packed["operations"]
         return cls(events, labels, operations.unpacked(noted) if noted else None)
 

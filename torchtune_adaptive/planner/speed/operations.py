@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torchtune_adaptive.common import packed_rows, unpacked_rows
+
 # Kinds of operations.
 GEMM = "gemm"
 ATTENTION = "attention"
@@ -50,6 +52,10 @@ class Operation(NamedTuple):
     something outside of layers, 0 if it repeats nothing."""
     event: int = 0
     """Number of the event that a synchronization records, or waits for."""
+
+
+_EVENT = Operation._fields.index("event")
+"""Place of the last field: what comes before it is often the same."""
 
 
 class StepOperations(NamedTuple):
@@ -125,9 +131,9 @@ def _between(a: Operation, b: Operation, share: float) -> Operation:
 
 def packed_up(step: StepOperations) -> dict[str, Any]:
     """A step for JSON. Layers repeat themselves, so each different operation is stored once."""
-    kinds: dict[Operation, int] = {}
+    kinds: dict[tuple[Any, ...], int] = {}
     parts = [
-        [[kinds.setdefault(one._replace(event=0), len(kinds)), one.event] for one in part]
+        packed_rows((kinds.setdefault(one[:_EVENT], len(kinds)), one.event) for one in part)
         for part in step.parts()
     ]
     return {"kinds": [list(kind) for kind in kinds], "parts": parts}
@@ -138,7 +144,10 @@ def unpacked(packed: Mapping[str, Any]) -> StepOperations:
     kinds = [Operation(*kind) for kind in packed["kinds"]]
     kinds = [kind._replace(shape=tuple(kind.shape)) for kind in kinds]
     *micro_batches, update = (
-        [kinds[number]._replace(event=event) if event else kinds[number] for number, event in part]
+        [
+            kinds[number]._replace(event=event) if event else kinds[number]
+            for number, event in unpacked_rows(part, 2)
+        ]
         for part in packed["parts"]
     )
     return StepOperations(micro_batches, update)

@@ -38,7 +38,8 @@ class CompiledRegions:
 
     def __init__(self, device: torch.device, mode: FakeTensorMode) -> None:
         self._device, self._mode = device, mode
-        self._known: dict[Any, Callable[..., Any] | None] = {}
+        self.known: dict[Any, Callable[..., Any] | None] = {}
+        """What is compiled, by what decides how it is; None where it cannot be."""
         self.following = True
         """Whether regions are compiled; if not, they run as they are written."""
         self.failed = ""
@@ -71,10 +72,10 @@ class CompiledRegions:
             values, structure = tree_flatten((arguments, named))
             given = [*own.values(), *values]
             key = (*kinds, *own, structure, torch.is_grad_enabled(), *map(_facts, given))
-            if key not in self._known:
+            if key not in self.known:
                 call = _OfTensors(function, owner, list(own), values, structure)
-                self._known[key] = self._compiled(call, given)
-            compiled = self._known[key]
+                self.known[key] = self._compiled(call, given)
+            compiled = self.known[key]
             if compiled is None:
                 return function(*arguments, **named)
             return compiled(*(t for t in given if isinstance(t, torch.Tensor)))

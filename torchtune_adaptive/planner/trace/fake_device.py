@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from itertools import count
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -59,13 +60,12 @@ class FakeEvent:
 class FakeStream:
     """A stream with nothing but a number, by which the allocator tells its memory from other streams'."""
 
-    made = 0
+    numbers: ClassVar[Iterator[int]] = count()
     device_index = 0
     device_type = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.number = self.stream_id = FakeStream.made
-        FakeStream.made += 1
+        self.number = self.stream_id = next(FakeStream.numbers)
 
     def wait_stream(self, stream: FakeStream) -> None:
         self.wait_event(stream.record_event())
@@ -106,6 +106,16 @@ class _Here:
 
 
 _here = _Here()
+
+
+@contextmanager
+def numbering_streams(numbers: Iterator[int]) -> Iterator[None]:
+    """A context in which new streams get these numbers, as those of another run have the same."""
+    before, FakeStream.numbers = FakeStream.numbers, numbers
+    try:
+        yield
+    finally:
+        FakeStream.numbers = before
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ class StepTracer:
     def __init__(self, simulated: bool, rank: int, ranks: int, holders: int = 1) -> None:
         self.device = torch.device("cpu") if simulated else fake_device.device()
         fake_device.init_fake_ranks(rank, ranks)
+        self._streams = count(1)
         self.ranks = FakeRanks(rank, ranks, holders)
         self.recorder = Recorder(self.device)
         self.memory = FakeMemory(self.recorder)
@@ -127,6 +129,11 @@ class StepTracer:
         self._not_followed = check_compiler(self.device, backend)
         if not self._not_followed:
             self.regions = CompiledRegions(self.device, self._fake)
+
+    def compile_with(self, other: StepTracer) -> None:
+        """Compile what is alike in both once."""
+        if self.regions is not None and other.regions is not None:
+            self.regions.known = other.regions.known
 
     @property
     def as_written(self) -> str:
@@ -234,6 +241,7 @@ class StepTracer:
         """A context in which tensors are fake, and what is allocated on the device is recorded."""
         # What is compiled already runs eager: dynamo does not know the device.
         with (
+            fake_device.numbering_streams(self._streams),
             private.replaced(self._replacements()),
             torch.compiler.set_stance("force_eager"),
             self._fake,

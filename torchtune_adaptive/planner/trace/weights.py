@@ -11,13 +11,9 @@ from torch.distributed.tensor import DTensor
 from torchtune_adaptive.planner.private import is_traceable_wrapper_subclass, with_shard
 
 
-def fill(
-    model: nn.Module, device: torch.device, parameters: dict[str, nn.Parameter] | None = None
-) -> None:
-    """Allocate the parameters of a model on the meta device, as loading a checkpoint would. Tied ones stay
-    tied. ``parameters`` are by the names under which the model loads them, where these are not their own."""
-    if parameters is None:
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+def fill(model: nn.Module, device: torch.device) -> None:
+    """Allocate the parameters of a model on the meta device, as loading a checkpoint would, and its buffers.
+    Tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
 
     def filled(parameter: torch.Tensor) -> nn.Parameter:
@@ -33,9 +29,10 @@ def fill(
             parameter = _empty(parameter.detach(), device)
         return nn.Parameter(parameter, requires_grad=trained)
 
-    model.load_state_dict(
-        {name: filled(value) for name, value in parameters.items()}, strict=False, assign=True
-    )
+    # Not by a state dict: hooks of modules change what is loaded by its values, and there are none.
+    for module in model.modules():
+        for name, value in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            setattr(module, name, filled(value))
     for module in model.modules():
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             if buffer.device.type != device.type:

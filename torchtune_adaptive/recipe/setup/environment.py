@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchtune import training, utils
 
 from torchtune_adaptive.common import ConfigError, launcher, network
@@ -41,6 +42,8 @@ class Environment:
     """The part of its rows that this rank has, where several share them (context parallelism)."""
     tell_idle_ranks: Callable[[], None] = lambda: None
     """A function that tells ranks which the run has no use for that it is done."""
+    shorten: Callable[[nn.Module], None] = lambda model: None
+    """A function that removes layers from each model once it is built: a plan does not need all of them."""
 
     @property
     def parts(self) -> int:

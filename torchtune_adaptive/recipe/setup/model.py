@@ -233,7 +233,9 @@ def _on_meta(
 ) -> nn.Module:
     """The model of a block without memory: each rank will only ever hold its part."""
     with training.set_default_dtype(environment.dtype), torch.device("meta"):
-        model = prepare(make(asked.cfg[block], block))
+        model = make(asked.cfg[block], block)
+        environment.shorten(model)
+        model = prepare(model)
     if environment.context:
         prepare_for_parts(model, environment.context.parts)
     if asked["compile"]:
@@ -399,8 +401,8 @@ def announce(model: nn.Module, environment: Environment, started: float) -> None
     log.info(
         f"Instantiating model and loading checkpoint took {time.perf_counter() - started:.2f} secs"
     )
-    if environment.ranks.is_zero and environment.device.type != "cpu":
-        training.log_memory_stats(training.get_memory_stats(device=environment.device))
     on_cpu = environment.device.type == "cpu"
+    if environment.ranks.is_zero and not on_cpu:
+        training.log_memory_stats(training.get_memory_stats(device=environment.device))
     # Before its first collective, NCCL would guess the device from the rank among all machines.
     dist.barrier(device_ids=None if on_cpu else [torch.accelerator.current_device_index()])

@@ -28,11 +28,7 @@ from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.phase_names import SCORING
 from torchtune_adaptive.recipe.setup.environment import Environment
-from torchtune_adaptive.recipe.setup.model import (
-    compile_backend,
-    initialize_ropes,
-    parameters_by_name,
-)
+from torchtune_adaptive.recipe.setup.model import compile_backend, initialize_ropes
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 from torchtune_adaptive.recipe.setup.offloading import Offloading
 from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
@@ -61,12 +57,19 @@ class _Offloading(Offloading):
 
 
 class Tracer(StepTracer):
-    """One rank of a run of any of the recipes, which can take steps of any size."""
+    """One rank of a run of any of the recipes, which can take steps of any size; a function may remove layers
+    of its models."""
 
-    def __init__(self, asked: Asked, ranks: int, rank: int = 0) -> None:
+    def __init__(
+        self,
+        asked: Asked,
+        ranks: int,
+        rank: int = 0,
+        shorten: Callable[[nn.Module], None] = lambda model: None,
+    ) -> None:
         super().__init__(asked["device"] == "cpu", rank, ranks, asked.holders)
         dtype = training.get_dtype(asked["dtype"], torch.device("cpu"))
-        environment = Environment(self.device, dtype, self.ranks)
+        environment = Environment(self.device, dtype, self.ranks, shorten=shorten)
         self._within = self._with_parts_of_torchtune
         self._accumulation = min(asked.accumulation, 2)  # as in a trial
         self._layer_running = 0
@@ -88,7 +91,7 @@ class Tracer(StepTracer):
         home = torch.device("cpu") if offloaded else self.device
         with self.tracing():
             for each in models:
-                fill(each, home, parameters_by_name(each))
+                fill(each, home)
                 _initialize_fake_ropes(each, environment)
             self._images = Images.of(model)
             if self._images is not None:

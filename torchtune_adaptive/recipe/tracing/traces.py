@@ -18,7 +18,7 @@ from torchtune_adaptive.common import (
     libraries,
     package_fingerprint,
 )
-from torchtune_adaptive.core import Choice
+from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.planner import RecordedStep, StartUp, TracedRun
 from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
 from torchtune_adaptive.recipe.settings.fingerprint import step_facts
@@ -120,8 +120,10 @@ class Traces:
         """A micro-batch of a phase of a rollout: see ``Tracer.take_phase``."""
         name = f"{phase} {'as written ' * as_written}{(rows, length)}"
         if name not in self._steps:
-            self._ready(length)
-            self._note(name, self._tracer.take_phase(phase, rows, length, as_written))
+            step = self._ready(length).step(
+                lambda tracer: tracer.take_phase(phase, rows, length, as_written)
+            )
+            self._note(name, step)
         return self._steps[name]
 
     def _traced(
@@ -134,8 +136,11 @@ class Traces:
         if micro_batches not in (None, self._micro_batches):
             name += f" x {micro_batches}"
         if name not in self._steps:
-            self._ready(length)
-            step = self._tracer.take_step(rows, length, choice, micro_batches, bool(how))
+            checkpoint = (self._own | (choice or {}))[knobs.CHECKPOINT]
+            step = self._ready(length).step(
+                lambda tracer: tracer.take_step(rows, length, choice, micro_batches, bool(how)),
+                knobs.period(checkpoint),
+            )
             self._note(name, step)
         return self._steps[name]
 
@@ -152,25 +157,32 @@ class Traces:
             self._kept.put(self._facts, {**about, "steps": steps})
             self._grown = False
 
-    def _ready(self, length: int) -> None:
+    def _ready(self, length: int) -> Any:
         if self._tracer is None:
             self._begin((TracedRun.ROWS[0], max(1, length // TracedRun.ROWS[0])))
+        return self._tracer
 
     def _begin(self, size: tuple[int, int]) -> None:
         if not self._may_trace:
             raise NotRemembered("not remembered")
+        from torchtune_adaptive.planner import AnyDepth
         from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
-        self._tracer = Tracer(*self._run)
-        self.uneven = self._tracer.uneven
-        self.max_seq_len = self._tracer.max_seq_len
-        self.layers = self._tracer.layers
-        self._note("set-up", self._tracer.set_up)
-        self._note(f"first {size}", self._tracer.take_step(*size))
+        self._tracer = tracer = AnyDepth(
+            lambda shorten: Tracer(*self._run, shorten),
+            lambda each: each.take_step(*size),
+            knobs.period(self._own[knobs.CHECKPOINT]),
+        )
+        start_up = tracer.start_up()
+        self.uneven = tracer.any.uneven
+        self.max_seq_len = tracer.any.max_seq_len
+        self.layers = tracer.number(lambda each: each.layers)
+        self._note("set-up", start_up.set_up)
+        self._note(f"first {size}", start_up.first_step)
 
     def _note(self, name: str, step: RecordedStep) -> None:
         self._steps[name] = step
-        self.as_written = self._tracer.as_written
+        self.as_written = self._tracer.any.as_written
         self._grown = True
 
 

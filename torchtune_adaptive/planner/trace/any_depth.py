@@ -1,0 +1,129 @@
+"""Traces of a deep model, at the cost of tracing a few of its layers."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+from torchtune_adaptive.common import AdaptiveBatchingError
+from torchtune_adaptive.planner.deep_step import deep_start_up, deep_step
+from torchtune_adaptive.planner.memory.peak import StartUp
+from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
+from torchtune_adaptive.planner.repetition import NotPeriodic
+from torchtune_adaptive.planner.trace.alike_layers import Shortening
+from torchtune_adaptive.planner.trace.step_tracer import StepTracer
+
+log = logging.getLogger(__name__)
+
+_KEPT = (4, 13)
+"""Repetitions of layers that are traced, and one more, until these tell. What offloads works on several
+layers at once, so more of them differ from the others."""
+
+T = TypeVar("T")
+Tracer = TypeVar("Tracer", bound=StepTracer)
+
+
+class _Begun(NamedTuple, Generic[Tracer]):
+    """A tracer that has taken its first step."""
+
+    tracer: Tracer
+    start_up: StartUp
+
+
+class _Shallow(NamedTuple, Generic[Tracer]):
+    """Tracers of two models that have fewer layers."""
+
+    few: _Begun[Tracer]
+    more: _Begun[Tracer]
+    times: int
+    """Repetitions that are missing in the first."""
+
+
+class AnyDepth(Generic[Tracer]):
+    """The steps of a model, computed from those of two that have fewer of its layers.
+
+    If these do not tell, others are tried that have more, and at last the model itself is traced.
+
+    Args:
+        make: function that makes a tracer of the model, to which it applies the shortening.
+        first: function that takes the tracer's first step.
+        period: number of layers after which something in the first step repeats, besides the layers
+            themselves; None if nothing does.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Shortening], Tracer],
+        first: Callable[[Tracer], RecordedStep],
+        period: int | None = 1,
+    ) -> None:
+        self._make, self._first, self._period = make, first, period
+        self._shallow: dict[tuple[int, int], _Shallow[Tracer] | None] = {}
+        self._whole: _Begun[Tracer] | None = None
+
+    def start_up(self) -> StartUp:
+        """What precedes the steps."""
+        return self._computed(self._period, lambda each: each.start_up, deep_start_up)
+
+    def step(self, take: Callable[[Tracer], RecordedStep], period: int | None = 1) -> RecordedStep:
+        """A step that a function takes; ``period`` is that of the step."""
+        return self._computed(period, lambda each: take(each.tracer), deep_step)
+
+    def number(self, of: Callable[[Tracer], int]) -> int:
+        """A number that is linear in the number of layers."""
+
+        def computed(few: int, more: int, times: int) -> int:
+            return few + times * (more - few)
+
+        return self._computed(self._period, lambda each: of(each.tracer), computed)
+
+    @property
+    def any(self) -> Tracer:
+        """A tracer, for what does not depend on the number of layers."""
+        shallow = next(filter(None, self._shallow.values()), None)
+        return shallow.few.tracer if shallow else self._the_whole().tracer
+
+    def _computed(
+        self,
+        period: int | None,
+        of: Callable[[_Begun[Tracer]], T],
+        compute: Callable[[T, T, int], T],
+    ) -> T:
+        for kept in _KEPT if period else ():
+            try:
+                if (shallow := self._shallower(kept, period or 1)) is not None:
+                    few, more, times = shallow
+                    return compute(of(few), of(more), times)
+            except NotPeriodic as reason:
+                log.debug(f"{kept} and {kept + 1} repetitions do not tell: {reason}")
+            except AdaptiveBatchingError:
+                raise
+            except Exception as error:  # a model that needs all of its layers
+                log.debug(f"{kept} and {kept + 1} repetitions fail: {error}")
+            self._shallow[kept, period or 1] = None
+        return of(self._the_whole())
+
+    def _shallower(self, kept: int, period: int) -> _Shallow[Tracer] | None:
+        """The models of which so many repetitions are kept, and one more; None if that saves nothing."""
+        if (kept, period) not in self._shallow:
+            shortening = Shortening(kept, period, kept + 2)  # fewer than both have
+            tracer = self._make(shortening)
+            if shortening.removed:
+                more = self._make(Shortening(kept + 1, period))
+                more.compile_with(tracer)
+                pair = self._begun(tracer), self._begun(more)
+                self._shallow[kept, period] = _Shallow(*pair, shortening.removed)
+            else:  # nor would more of them save anything
+                self._shallow |= dict.fromkeys((each, period) for each in _KEPT)
+                self._whole = self._whole or self._begun(tracer)
+        return self._shallow[kept, period]
+
+    def _the_whole(self) -> _Begun[Tracer]:
+        if self._whole is None:
+            self._whole = self._begun(self._make(Shortening(sys.maxsize)))
+        return self._whole
+
+    def _begun(self, tracer: Tracer) -> _Begun[Tracer]:
+        return _Begun(tracer, StartUp(tracer.set_up, self._first(tracer)))
