@@ -13,6 +13,33 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.results import (
+    OF_70B,
+    RESULTS,
+    ROOT,
+    SAVES,
+    blocks,
+    calls_added,
+    column,
+    errors_on_a_gpu,
+    failed,
+    gain,
+    largest_on_a_gpu,
+    of_trainers,
+    percent,
+    rollout_gain,
+    said,
+    speeds_on_a_gpu,
+    table,
+    text_of,
+    throughput,
+    time_with_ddp,
+    tolerance_of_trainers,
+    trials,
+    update_after_beta2,
+    with_ddp,
+    with_fewer_layers,
+)
 from torchtune_adaptive.planner.memory.gpus import COMMUNICATION, CONTEXT, GIB, GPUS, MIB
 from torchtune_adaptive.planner.memory.planned import ERROR_BAND, FRAGMENTATION
 from torchtune_adaptive.planner.speed.devices import PCIE
@@ -21,8 +48,6 @@ from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.train.display import EVERY_SECONDS
 from torchtune_adaptive.recipe.train.stop import SAME_REQUEST
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "docs" / "results"
 API = ROOT / "docs" / "api.md"  # made of docstrings, whose numbers are examples
 # What fits is made of its results: tests/cli/test_what_fits.py.
 PAGES = [
@@ -59,135 +84,8 @@ NOT_MEASURED = (
 )
 
 
-def text_of(page: Path) -> str:
-    """The words of a page on one line, without its blocks."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return " ".join(re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE).split())
-
-
-def blocks(page: str, begin: str) -> list[str]:
-    """The fenced blocks of a page of results whose text has ``begin``."""
-    found = re.findall(r"^```\n(.*?)^```", (RESULTS / page).read_text(), re.DOTALL | re.MULTILINE)
-    return [block for block in found if begin in block]
-
-
-def column(block: str, row: str, place: int) -> str:
-    """A number in the row of a block that begins so; the first after the name has place 0."""
-    line = next(line for line in block.splitlines() if line.startswith(row))
-    return line.removeprefix(row).split()[place]
-
-
-def trials(way: str) -> str:
-    return column(blocks("search_cost.md", "power_of_two")[0], way, 1)
-
-
-def failed(way: str) -> str:
-    return column(blocks("search_cost.md", "power_of_two")[0], way, 2)
-
-
-def throughput() -> list[float]:
-    """Medians of torchtune's recipes / ours, of all runs of recipes with recovery on."""
-    runs = blocks("step_overhead.md", "ours, recovery ready")
-    return [float(column(run, "ours, recovery ready", 1)) for run in runs]
-
-
-def with_ddp(place: int) -> str:
-    """A number of a step with one micro-batch; plain DDP's come first, and a slash between."""
-    return column(
-        blocks("ddp_overhead.md", "collectives")[0].partition("collectives")[2], ONE, place
-    )
-
-
-def time_with_ddp() -> list[str]:
-    """The median and quartiles of ours to plain DDP."""
-    return [column(blocks("ddp_overhead.md", "quartiles")[0], ONE, place) for place in range(3)]
-
-
-def of_trainers(place: int, larger: bool = False) -> list[str]:
-    """A number of each way: behind the counts of plain and ours, and a slash between; of the larger model,
-    behind no counts."""
-    [table] = blocks("trainer_overhead.md", "on the host")
-    if larger:
-        table = table.partition("the same, a Llama of 11 million")[2]
-    ways = ("1 process ", "DDP ", "FSDP2 ", "FSDP2, in the last")
-    return [column(table, way, place) for way in ways]
-
-
-def with_fewer_layers() -> list[str]:
-    [table] = blocks("layers_checkpointed.md", "of all layers")
-    return [
-        column(table, f"{share} of all layers", 5) for share in ("0.25", "0.50", "0.75", "1.00")
-    ]
-
-
-ONE = "1 micro-batch "
-SAVES = ("gathered ", "sharded ", "in the background ")
-OF_70B = 2 * 70_553_706_496 / 1e9
-"""The weights of Llama 3.1 70B in bf16, in GB."""
-
-
-def gain(lengths: str, way: str) -> float:
-    return float(column(blocks("token_budget.md", f"; {lengths},")[0], way, 3))
-
-
-def table(page: str, row: str) -> list[str]:
-    """The cells of the row of a table that begins so."""
-    line = next(
-        line for line in (RESULTS / page).read_text().splitlines() if line.startswith(f"| {row} |")
-    )
-    return [cell.strip() for cell in line.strip("|").split("|")[1:]]
-
-
-def said(page: str, pattern: str) -> tuple[str, ...]:
-    """What a page of results says in words."""
-    found = re.search(pattern, text_of(RESULTS / page))
-    assert found, pattern
-    return found.groups()
-
-
-def percent(share: float) -> str:
-    return f"{100 * abs(share):.0f}"
-
-
-def update_after_beta2(step: int) -> str:
-    """Adam's update where beta2 becomes beta2^4 after so many steps, as a multiple of what it should be, with
-    a constant gradient."""
-    before, after = 0.999, 0.999**4
-    average = after * (1 - before**step) + (1 - after)
-    return f"{((1 - after ** (step + 1)) / average) ** 0.5:.2f}"
-
-
 def in_words(number: str) -> str:
     return {"one": "1", "three": "3", "five": "5"}.get(number, number)
-
-
-def on_a_gpu(heading: str) -> list[list[str]]:
-    """The rows of a table of numbers that were measured on a GPU, by cell."""
-    section = (RESULTS / "h200.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
-    return rows[2:]
-
-
-def errors_on_a_gpu() -> list[str]:
-    """The largest errors of predicted peaks, of allocated and of reserved memory, in percent."""
-    text = "\n".join(" | ".join(row) for row in on_a_gpu("Memory, predicted and measured"))
-    errors = re.findall(r"([\d.]+) % \| [^|]+ \| [+-]?([\d.]+) %", text)
-    assert len(errors) == 16
-    return [max(each, key=float) for each in zip(*errors, strict=True)]
-
-
-def largest_on_a_gpu() -> list[str]:
-    """Predicted largest micro-batches, and how many of them were found."""
-    rows = on_a_gpu("Memory, predicted and measured")
-    pairs = [re.fullmatch(r"(\d+), (\d+)", row[-1]) for row in rows]
-    found = [pair[1] == pair[2] for pair in pairs if pair is not None]
-    return [str(len(found)), str(sum(found))]
-
-
-def speeds_on_a_gpu() -> list[str]:
-    """The least and the largest ratio of predicted to measured speed."""
-    ratios = [row[-1] for row in on_a_gpu("Speed, predicted and measured")]
-    return [min(ratios, key=float), max(ratios, key=float)]
 
 
 @dataclass(frozen=True)
@@ -321,6 +219,14 @@ CLAIMS = [
     ),
     Claim(
         "docs/results/README.md",
+        r"([\d.]+) s until the first answer for 8B on 8 GPUs, ([\d.]+) s for 70B QLoRA",
+        lambda: [
+            column(blocks("plan_seconds.md", "headline")[0], row, 0)
+            for row in ("8B full, 8 x H100", "70B QLoRA, 2 x 4090")
+        ],
+    ),
+    Claim(
+        "docs/results/README.md",
         r"of 4,096 ranks: ([\d.]+) ms to pack a step, (\d+) ms of the store's CPU .*?, (\d+) s for a plan",
         lambda: [
             column(blocks("scale.md", "ranks")[0], row, 3)
@@ -441,26 +347,6 @@ CLAIMS = [
         lambda: reversed(said("speed_anchors.md", SEEN_BY_NOBODY)),
     ),
 ]
-
-
-def rollout_gain() -> float:
-    block = blocks("rollout_budget.md", "both ")[0].partition("\nboth")[2]
-    return float(column(block, "  budget", 1))
-
-
-def tolerance_of_trainers() -> float:
-    """How far apart plans and the steps of real trainers may be, as their test has it."""
-    test = (ROOT / "tests" / "library" / "test_real_trainers.py").read_text()
-    [tolerance] = re.findall(r"approx\(measured, rel=([\d.]+)\)", test)
-    return float(tolerance)
-
-
-def calls_added() -> int:
-    """Calls that our step makes beyond a plain one, with one rank and one micro-batch: the newest."""
-    plain, ours = re.findall(
-        r"1 rank, 1 micro-batch +(\d+) / (\d+)", (RESULTS / "host_overhead.md").read_text()
-    )[0]
-    return int(ours) - int(plain)
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.page}: {claim.sentence[:40]}")

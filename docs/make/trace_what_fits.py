@@ -2,8 +2,7 @@
 
 python docs/make/trace_what_fits.py --minutes 60
 
-Answers are kept as they are found, so it can be stopped, and goes on where it was. A case takes from a
-quarter of a minute to five minutes.
+Answers are kept as they are found, so it can be stopped, and goes on where it was. A case takes some seconds.
 """
 
 from __future__ import annotations

@@ -58,18 +58,17 @@ def test_a_file_that_is_no_config_is_an_error_of_one_line(content: bytes, tmp_pa
 def test_a_function_of_the_working_directory_comes_after_those_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mine.py").write_text("def grow(): return 3")
+    (tmp_path / "only_here.py").write_text("def grow(): return 3")
     (tmp_path / "torchtune.py").write_text("raise AssertionError")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "mine", raising=False)  # that of another test
-    assert component("mine.grow")() == 3
+    assert component("only_here.grow")() == 3
     assert component("torchtune.config.parse") is config.parse
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    assert component("mine.grow")() == 3
+    assert component("only_here.grow")() == 3
 
 
 def test_registering_twice_is_registering_once() -> None:

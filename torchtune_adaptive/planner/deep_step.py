@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import MemoryEvent, RecordedStep
@@ -53,7 +53,7 @@ def _of_memory(*steps: RecordedStep) -> list[Element]:
     return found
 
 
-def _steps(elements: Iterable[Element]) -> list[RecordedStep]:
+def _steps(elements: Sequence[Element]) -> list[RecordedStep]:
     """The steps with these memory events. Their blocks are numbered from 1."""
     steps: list[RecordedStep] = []
     blocks: dict[int, int] = {}
@@ -96,12 +96,12 @@ def _of_operations(step: StepOperations) -> list[Element]:
     return found
 
 
-def _operations(elements: Iterable[Element]) -> StepOperations:
+def _operations(elements: Sequence[Element]) -> StepOperations:
     """The step with these operations. Its events are numbered from 1."""
-    elements = [*elements]
     parts: list[list[Operation]] = []
     events: dict[int, int] = {}
-    of_sizes: dict[tuple[int, int], Operation] = {}  # repetitions are of the same kinds and sizes
+    # Repetitions share the objects for kind and sizes. Their identities are found faster than what they hold.
+    known: dict[tuple[int, int], Operation] = {}
     for place, (kind, sizes, refers_to, repeats) in enumerate(elements):
         if kind == _BEGINS:
             parts.append([])
@@ -112,10 +112,10 @@ def _operations(elements: Iterable[Element]) -> StepOperations:
             event = events[place] = len(events) + 1
         elif refers_to is not None:
             event = _found(events, refers_to)
-        operation = of_sizes.get((id(kind), id(sizes)))
+        operation = known.get((id(kind), id(sizes)))
         if operation is None:
             flops, nbytes, fused_bytes, *shape = sizes
-            operation = of_sizes[id(kind), id(sizes)] = kind._replace(
+            operation = known[id(kind), id(sizes)] = kind._replace(
                 flops=flops, nbytes=nbytes, fused_bytes=fused_bytes, shape=tuple(shape)
             )
         if repeats or event != kind.event:

@@ -54,10 +54,6 @@ class Operation(NamedTuple):
     """Number of the event that a synchronization records, or waits for."""
 
 
-_EVENT = Operation._fields.index("event")
-"""Place of the last field: what comes before it is often the same."""
-
-
 class StepOperations(NamedTuple):
     """The operations of one step in order."""
 
@@ -130,10 +126,11 @@ def _between(a: Operation, b: Operation, share: float) -> Operation:
 
 
 def packed_up(step: StepOperations) -> dict[str, Any]:
-    """A step for JSON. Layers repeat themselves, so each different operation is stored once."""
+    """A step for JSON. Layers repeat themselves, so each different operation is stored once, without its
+    event, which is the last field."""
     kinds: dict[tuple[Any, ...], int] = {}
     parts = [
-        packed_rows((kinds.setdefault(one[:_EVENT], len(kinds)), one.event) for one in part)
+        packed_rows((kinds.setdefault(one[:-1], len(kinds)), one.event) for one in part)
         for part in step.parts()
     ]
     return {"kinds": [list(kind) for kind in kinds], "parts": parts}

@@ -17,7 +17,7 @@ from torchtune_adaptive.planner.trace.step_tracer import StepTracer
 
 log = logging.getLogger(__name__)
 
-_KEPT = (4, 13)
+_KEPT = (4, 5, 13)
 """Repetitions of layers that are traced, and one more, until these tell. What offloads works on several
 layers at once, so more of them differ from the others."""
 
@@ -30,15 +30,15 @@ class _Begun(NamedTuple, Generic[Tracer]):
 
     tracer: Tracer
     start_up: StartUp
+    removed: int
+    """Repetitions that are missing in its model."""
 
 
 class _Shallow(NamedTuple, Generic[Tracer]):
-    """Tracers of two models that have fewer layers."""
+    """Tracers of two models that have fewer layers, the second one repetition more than the first."""
 
     few: _Begun[Tracer]
     more: _Begun[Tracer]
-    times: int
-    """Repetitions that are missing in the first."""
 
 
 class AnyDepth(Generic[Tracer]):
@@ -61,6 +61,8 @@ class AnyDepth(Generic[Tracer]):
     ) -> None:
         self._make, self._first, self._period = make, first, period
         self._shallow: dict[tuple[int, int], _Shallow[Tracer] | None] = {}
+        # The second of each pair, which is the first of the next one.
+        self._more: dict[tuple[int, int], _Begun[Tracer]] = {}
         self._whole: _Begun[Tracer] | None = None
 
     def start_up(self) -> StartUp:
@@ -94,8 +96,8 @@ class AnyDepth(Generic[Tracer]):
         for kept in _KEPT if period else ():
             try:
                 if (shallow := self._shallower(kept, period or 1)) is not None:
-                    few, more, times = shallow
-                    return compute(of(few), of(more), times)
+                    few, more = shallow
+                    return compute(of(few), of(more), few.removed)
             except NotPeriodic as reason:
                 log.debug(f"{kept} and {kept + 1} repetitions do not tell: {reason}")
             except AdaptiveBatchingError:
@@ -108,22 +110,26 @@ class AnyDepth(Generic[Tracer]):
     def _shallower(self, kept: int, period: int) -> _Shallow[Tracer] | None:
         """The models of which so many repetitions are kept, and one more; None if that saves nothing."""
         if (kept, period) not in self._shallow:
-            shortening = Shortening(kept, period, kept + 2)  # fewer than both have
-            tracer = self._make(shortening)
-            if shortening.removed:
-                more = self._make(Shortening(kept + 1, period))
-                more.compile_with(tracer)
-                pair = self._begun(tracer), self._begun(more)
-                self._shallow[kept, period] = _Shallow(*pair, shortening.removed)
+            least = kept + 2  # fewer than both have
+            few = self._more.get((kept, period)) or self._begun(Shortening(kept, period, least))
+            if few.removed >= least:
+                more = self._begun(Shortening(kept + 1, period), few.tracer)
+                self._more[kept + 1, period] = more
+                self._shallow[kept, period] = _Shallow(few, more)
             else:  # nor would more of them save anything
                 self._shallow |= dict.fromkeys((each, period) for each in _KEPT)
-                self._whole = self._whole or self._begun(tracer)
+                if not few.removed:
+                    self._whole = self._whole or few
         return self._shallow[kept, period]
 
     def _the_whole(self) -> _Begun[Tracer]:
         if self._whole is None:
-            self._whole = self._begun(self._make(Shortening(sys.maxsize)))
+            self._whole = self._begun(Shortening(sys.maxsize))
         return self._whole
 
-    def _begun(self, tracer: Tracer) -> _Begun[Tracer]:
-        return _Begun(tracer, StartUp(tracer.set_up, self._first(tracer)))
+    def _begun(self, shortening: Shortening, shallower: Tracer | None = None) -> _Begun[Tracer]:
+        tracer = self._make(shortening)
+        if shallower is not None:
+            tracer.compile_with(shallower)
+        start_up = StartUp(tracer.set_up, self._first(tracer))
+        return _Begun(tracer, start_up, shortening.removed)

@@ -188,10 +188,22 @@ class _DeviceModule:
         return [torch.bfloat16, torch.float16]
 
 
+_KERNELS_OF_GPUS = ("_fused_rms_norm", "mish_backward", "silu_backward")
+"""Operations that have a kernel on GPUs, and that torch takes apart on devices that have none."""
+_kernels = torch.library.Library("aten", "IMPL")
+
+
+def _kernel(*_: Any) -> Any:
+    """Stands for a kernel. It is never called, as tensors on the fake device are fake."""
+    raise NotImplementedError
+
+
 def device() -> torch.device:
     """Register the fake device with torch, and return it."""
     if not hasattr(torch, NAME):
         private.register_device(NAME, backend_module=_DeviceModule())
+        for operation in _KERNELS_OF_GPUS:
+            _kernels.impl(operation, _kernel, "PrivateUse1")
     return torch.device(NAME, 0)
 
 

@@ -1,0 +1,59 @@
+"""The device that traces take for a GPU: what runs there as one kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchgen
+import yaml
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.helpers.ranks import run_ranks
+from torchtune_adaptive.planner.trace import fake_device
+from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
+
+OPERATIONS = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+"""torch's own list of operations, with the devices that have a kernel for each."""
+
+
+def test_operations_that_gpus_have_kernels_for_are_not_taken_apart() -> None:
+    listed = yaml.safe_load(OPERATIONS.read_text())
+    by_name = {each["func"].partition("(")[0]: each for each in listed}
+
+    def devices(operation: dict[str, Any]) -> set[str]:
+        of = ",".join(operation.get("dispatch") or ())
+        found = {device.strip() for device in of.split(",")}
+        same = by_name.get(operation.get("structured_delegate", ""))
+        return found | devices(same) if same else found
+
+    both = {"CUDA", "CompositeImplicitAutograd"}
+    expected = sorted(name for name, operation in by_name.items() if both <= devices(operation))
+    assert expected == sorted(fake_device._KERNELS_OF_GPUS)
+
+
+@pytest.mark.ranks
+def test_backward_passes_allocate_gradients_alone() -> None:
+    run_ranks(backward_passes, 1, join=False)
+
+
+def backward_passes() -> None:
+    device = fake_device.device()
+    recorder = Recorder(device)
+
+    def allocated() -> list[int]:
+        return [event.nbytes for event in recorder.take_events().events if event.nbytes >= 0]
+
+    with FakeTensorMode() as mode, Watch(recorder, mode):
+        for function in (F.silu, F.mish, F.gelu, lambda x: F.rms_norm(x, x.shape[1:])):
+            leaf = torch.empty(4, 256, device=device, requires_grad=True)
+            recorder.take_events()
+            result = function(leaf)
+            assert allocated()[0] == leaf.nbytes
+            gradient = torch.empty_like(result)
+            recorder.take_events()
+            result.backward(gradient)
+            assert allocated() == [leaf.nbytes], function
