@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -257,6 +258,7 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Se
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the parent's
     )
     torch.set_num_threads(1)
+    logging.disable(logging.NOTSET)  # of plans, whose server may have been there first
     gc.freeze()  # what was imported stays; collections then take no time
     with open(Path(setting.folder) / f"stack_{setting.rank}", "w") as stack:
         faulthandler.enable(file=stack)

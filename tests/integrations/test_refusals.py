@@ -18,17 +18,19 @@ def trainer(config: Any = None, **settings: Any) -> Any:
     of_loading = {"dispatch_batches": None, "even_batches": True}
     loading = {key: settings.pop(key, value) for key, value in of_loading.items()}
     plugin = settings.pop("fsdp_plugin", None)
+    own = {"model": SimpleNamespace(config=config), "adaptive": Adaptive()}
+    own |= {name: settings.pop(name) for name in (*own, "padding_free") if name in settings}
     return SimpleNamespace(
         args=SimpleNamespace(
             **{"n_gpu": 1, "accelerator_config": SimpleNamespace(**loading)} | settings
         ),
         accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), num_processes=2),
         is_deepspeed_enabled=False,
-        adaptive=Adaptive(),
-        model=SimpleNamespace(config=config),
+        **own,
     )
 
 
+BY_SAMPLE = Adaptive(dropout="sample")
 MISTAKES: dict[str, dict[str, Any]] = {
     "auto_find_batch_size: True is not": {"auto_find_batch_size": True},
     "torch_compile_mode: 'reduce-overhead'": {"torch_compile_mode": "reduce-overhead"},
@@ -53,6 +55,15 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "use_adaptive_entropy: True": {"use_adaptive_entropy": True},
     "top_entropy_quantile: 0.2 is not": {"top_entropy_quantile": 0.2},
     "loss_type: sft is a mean over the tokens": {"loss_type": "sft"},
+    "dropout: by sample, but neftune_noise_alpha": {
+        "adaptive": BY_SAMPLE,
+        "neftune_noise_alpha": 5.0,
+    },
+    "dropout: by sample, but with padding_free": {"adaptive": BY_SAMPLE, "padding_free": True},
+    "dropout: by sample, but 0.dropout: its random numbers": {
+        "adaptive": BY_SAMPLE,
+        "model": nn.Sequential(nn.MultiheadAttention(4, 2, dropout=0.1)),
+    },
     "output_router_logits": {"config": SimpleNamespace(output_router_logits=True)},
 }
 
@@ -68,6 +79,7 @@ def test_a_setting_is_refused_by_name(message: str) -> None:
 
 def lightning_module(**of_trainer: Any) -> Any:
     own = {"automatic_optimization": of_trainer.pop("automatic_optimization", True)}
+    own |= {"adaptive": of_trainer.pop("adaptive")} if "adaptive" in of_trainer else {}
     precision = SimpleNamespace(scaler=of_trainer.pop("scaler", None))
     strategy = SimpleNamespace(handles_gradient_accumulation=of_trainer.pop("handles", False))
     trainer = SimpleNamespace(precision_plugin=precision, strategy=strategy, **of_trainer)
@@ -84,6 +96,7 @@ OF_LIGHTNING: dict[str, tuple[dict[str, Any], Any]] = {
     "automatic_optimization: False": ({"automatic_optimization": False}, of_batch),
     "training_step: takes dataloader_iter": ({}, of_iterator),
     "precision: the trainer's gradient scaler": ({"scaler": object()}, of_batch),
+    "dropout: by sample, but Lightning's": ({"adaptive": BY_SAMPLE}, of_batch),
     "strategy: a SimpleNamespace takes the step itself": ({"handles": True}, of_batch),
 }
 
@@ -142,6 +155,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "search: 'no' must be one of: 'extrapolate', 'bisect', 'halve', False",
     ),
     "token_budget": ({"token_budget": 4096}, "token_budget: 4096 must be one of: True, False"),
+    "dropout": ({"dropout": 0.1}, "dropout: 0.1 must be one of: 'torch', 'sample'"),
 }
 
 
@@ -181,6 +195,7 @@ OF_ROLLOUTS: dict[str, dict[str, Any]] = {
         "args": {"use_liger_kernel": True},
         "compute_liger_loss": len,
     },
+    "dropout: by sample, but prompts are padded in front": {"adaptive": BY_SAMPLE},
     "token_budget: completions that were generated together": {
         "adaptive": Adaptive(token_budget=True)
     },

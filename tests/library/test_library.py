@@ -28,8 +28,9 @@ SIGNATURES = {
     "memory_limit=None, grow_back_after=100, sync_each_batch=True, measure_noise=False, "
     "activation_checkpointing=None, "
     "restore=None, frozen=(), "
-    "compiled=None, context_mesh=None, wait_for_memory=0.0, timeout=None)",
-    "AdaptiveStep.__call__": "(self, rows, collate_fn, size, lengths=None, groups=None)",
+    "compiled=None, dropout='torch', seed=0, sequences=1, context_mesh=None, wait_for_memory=0.0, "
+    "timeout=None)",
+    "AdaptiveStep.__call__": "(self, rows, collate_fn, size, lengths=None, groups=None, numbers=None)",
     "AdaptiveStep.collective": "(self, launch, *arguments, **named)",
     "AdaptiveStep.forward_only": "(self, work, *, name=None, worst_case=None, gathers=False)",
     "AdaptiveStep.state_dict": "(self)",

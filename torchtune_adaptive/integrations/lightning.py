@@ -173,6 +173,11 @@ def _keeping_rows(loader: Any) -> Any:
 def _require_supported(module: Any, training_step: Callable[..., Any]) -> None:
     """Check what cannot be kept."""
     trainer = module.trainer
+    if getattr(module, "adaptive", Adaptive()).dropout == "sample":
+        raise UsageError(
+            "dropout: by sample, but Lightning's loaders do not say which rows other processes have. Leave "
+            "it out, or call AdaptiveStep in a loop of your own."
+        )
     if not module.automatic_optimization:
         raise UsageError(
             "automatic_optimization: False leaves the step to your training_step. Call AdaptiveStep there."

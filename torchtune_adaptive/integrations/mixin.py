@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.core import sample_dropout
 from torchtune_adaptive.integrations import private, refusals
 from torchtune_adaptive.integrations.ending import lost_outside_of_a_step
 from torchtune_adaptive.integrations.evaluation import Evaluation
@@ -58,6 +59,8 @@ class AdaptiveMixin(_Trainer):
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             except torch.OutOfMemoryError as error:
                 raise lost_outside_of_a_step(self, error) from error
+            finally:
+                sample_dropout.drop_by_torch(self.model)
 
     @contextmanager
     def _rows_of_steps_kept(self, checkpoint: Any) -> Iterator[None]:

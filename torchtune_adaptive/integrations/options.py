@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from torchtune_adaptive.common import UsageError, arguments
 
 Search = Literal["extrapolate", "bisect", "halve", False]
+Dropout = Literal["torch", "sample"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class Adaptive:
     sync_each_batch: bool = True
     """Whether FSDP2 reduces the gradients of each micro-batch. With False it does so with the last one only,
     as accelerate does: fewer collectives, for the memory of unsharded gradients. The search includes it."""
+    dropout: Dropout = "torch"
+    """The random numbers of dropout: those of ``torch``, or of the ``sample``: a row's mask is a function of
+    ``args.seed``, the layer's name, the step, and the row's place in it; the same on any number of processes
+    and in any micro-batch."""
 
     def __post_init__(self) -> None:
         arguments.memory("memory_limit", self.memory_limit)
@@ -55,3 +60,4 @@ class Adaptive:
                 f"fastest: not with {other}. It times steps of the size that a search has found."
             )
         arguments.one_of("sync_each_batch", self.sync_each_batch, (True, False))
+        arguments.one_of("dropout", self.dropout, get_args(Dropout))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.core import sample_dropout
 from torchtune_adaptive.integrations import private
 from torchtune_adaptive.integrations.terms import Terms
 
@@ -81,6 +82,9 @@ _OF_A_BATCH = {
 """Losses that depend on how rows are split."""
 
 
+_PAIRED = {"DPOTrainer", "RewardTrainer"}
+"""Trainers whose rows are pairs: the model gets the chosen ones of a micro-batch, then the rejected ones."""
+
 _SWITCH_ALL_LAYERS = {"DPOTrainer", "KTOTrainer"} | OF_ROLLOUTS
 """Trainers that turn activation checkpointing off for the reference, and on again, in all layers."""
 
@@ -96,6 +100,11 @@ def name_in_trl(kind: type) -> str | None:
 def generates(kind: type) -> bool:
     """Whether a trainer generates the rows that it trains on."""
     return name_in_trl(kind) in OF_ROLLOUTS
+
+
+def sequences_in(kind: type) -> int:
+    """The sequences in a row of a trainer."""
+    return 2 if name_in_trl(kind) in _PAIRED else 1
 
 
 def is_mean_over_rows(kind: type) -> bool:
@@ -151,6 +160,8 @@ def require_supported(trainer: Any) -> None:
             f"fastest: {of_trl} turns activation checkpointing off for the reference, and on again in all "
             "layers. Leave it off."
         )
+    if trainer.adaptive.dropout == "sample":
+        _require_dropout_by_sample(trainer)
     loading = args.accelerator_config
     if loading.dispatch_batches and accelerator.num_processes > 1:
         raise UsageError(
@@ -170,6 +181,24 @@ def require_supported(trainer: Any) -> None:
             "output_router_logits: the auxiliary loss is a mean over a micro-batch, so it depends on how "
             "rows are split. Turn it off in the model's config."
         )
+
+
+def _require_dropout_by_sample(trainer: Any) -> None:
+    """Check that all that a trainer draws in a step is dropout of rows."""
+    if getattr(trainer.args, "neftune_noise_alpha", None):
+        raise UsageError(
+            "dropout: by sample, but neftune_noise_alpha draws noise that belongs to no sample. Leave one "
+            "off."
+        )
+    if getattr(trainer, "padding_free", False):
+        raise UsageError(
+            "dropout: by sample, but with padding_free, or packing by bfd, the rows of a micro-batch follow "
+            "each other in one. Set packing_strategy='wrapped', or leave them off."
+        )
+    try:
+        sample_dropout.shares_by_sample(trainer.model)
+    except UsageError as error:
+        raise UsageError(f"dropout: by sample, but {error} Set it to 0, or use torch's.") from None
 
 
 def require_supported_rollouts(trainer: Any) -> None:
@@ -216,6 +245,11 @@ def require_supported_rollouts(trainer: Any) -> None:
         raise UsageError(
             "use_liger_kernel: in this version of TRL it brings a loss of its own, which is not known not to "
             "depend on how rows are split. Leave it off, or upgrade TRL."
+        )
+    if trainer.adaptive.dropout == "sample":
+        raise UsageError(
+            "dropout: by sample, but prompts are padded in front, so places in a row follow the micro-batch. "
+            "Leave it out."
         )
     if trainer.adaptive.token_budget:
         raise UsageError(

@@ -98,6 +98,7 @@ class RowStep(ABC):
         if self._step is None:
             self._require_repeatable(batches[0])
             self._step, why = self._begin(len(rows))
+            self._step.steps = self._steps_before(self._step)
         lengths, groups = self._lengths(rows), self._groups(batches)
         if begins:
             self._announce_size(groups or [len(rows)], why)
@@ -108,6 +109,7 @@ class RowStep(ABC):
                 self._size,
                 lengths,
                 groups,
+                self._numbers(batches),
             )
 
     def _step_of(self, model: Any, optimizer: Any, **more: Any) -> AdaptiveStep:
@@ -183,6 +185,10 @@ class RowStep(ABC):
         """The rows of a step that may share a micro-batch; None if all may."""
         return None
 
+    def _numbers(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
+        """The numbers of the rows among those of all processes, where dropout follows them."""
+        return None
+
     def _lengths(self, rows: Sequence[Any]) -> list[int] | None:
         """The tokens in each row, where micro-batches are sized in them; a row may have all there may be."""
         if not self._options.token_budget:
@@ -217,6 +223,10 @@ class RowStep(ABC):
                 why.insert(0, f"{self._size} of the longest row")
                 self._size *= tokens_in(self._collated([row]))
         return step, f" ({', '.join(why)})" if why else ""
+
+    def _steps_before(self, step: AdaptiveStep) -> int:
+        """The steps that have been taken before the first of this loop."""
+        return step.steps
 
     def _announce_size(self, groups: Sequence[int], why: str) -> None:
         """Say how a step is divided."""

@@ -76,6 +76,10 @@ def require_supported_config(config: Any, options: Adaptive) -> None:
             "that were recorded, so a rank without memory could not complete them. Turn it off, or take "
             "'model' out of compile.components."
         )
+    if options.dropout == "sample":
+        raise UsageError(
+            "dropout: by sample, but torchtitan's models drop nothing, so nobody has tested it. Leave it out."
+        )
     if options.token_budget:
         raise UsageError("token_budget: rows of torchtitan have the same length. Leave it off.")
 

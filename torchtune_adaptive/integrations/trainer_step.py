@@ -243,6 +243,19 @@ class TrainerStep(RowStep):
             held.weight = sum(count / of for of, count in shares.items())
         return batch
 
+    def _numbers(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
+        if self._options.dropout == "torch":
+            return None
+        accelerator, sizes = self._trainer.accelerator, self._sizes(batches)
+        # Processes take turns to get a batch.
+        ours = range(accelerator.process_index, accelerator.num_processes * len(sizes))
+        turns = ours[:: accelerator.num_processes]
+        return [
+            turn * sizes[0] + row
+            for turn, size in zip(turns, sizes, strict=True)
+            for row in range(size)
+        ]
+
     def _most(self, rows: int) -> int:
         return min(rows, self._configured()[0]) if self._terms.of_labels else rows
 
@@ -284,10 +297,17 @@ class TrainerStep(RowStep):
             trainer.optimizer,
             activation_checkpointing=checkpointing,
             frozen=() if reference is None else (reference,),
+            dropout=self._options.dropout,
+            seed=trainer.args.seed,
+            sequences=refusals.sequences_in(type(trainer)),
         )
         if getattr(trainer.args, "neftune_noise_alpha", None):
             self._announce(step, _NOISE)
         return step
+
+    def _steps_before(self, step: AdaptiveStep) -> int:
+        # With those that were taken on other processes, or by the plain trainer.
+        return int(self._trainer.state.global_step)
 
     def _configured(self) -> tuple[int, int, int]:
         trainer, args = self._trainer, self._trainer.args

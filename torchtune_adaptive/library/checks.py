@@ -158,6 +158,23 @@ def row_groups(groups: Any, rows: int, lengths: Any) -> tuple[int, ...] | None:
     return groups
 
 
+def row_numbers(numbers: Any, rows: int) -> Sequence[int]:
+    """The numbers of rows in their step, if each row has one of its own."""
+    if not isinstance(numbers, Sequence) or isinstance(numbers, str):
+        raise UsageError(
+            f"numbers: a {type(numbers).__name__} is not a list of numbers. Pass the number of each row in "
+            "the step of all ranks."
+        )
+    for number in numbers:
+        arguments.whole("numbers", number, at_least=0)
+    if len(numbers) != rows or len({*numbers}) < rows:
+        raise UsageError(
+            f"numbers: {len({*numbers})} different ones for {counted(rows, 'row')}. Pass one for each row, "
+            "as it has among the rows of all ranks."
+        )
+    return numbers
+
+
 def row_lengths(lengths: Any, rows: int, tokens: int) -> list[int]:
     """The tokens in each row, if they are so many numbers and none is above the budget."""
     if not isinstance(lengths, Sequence) or isinstance(lengths, str):

@@ -11,6 +11,7 @@ from torchtune_adaptive.common import UsageError, arguments
 from torchtune_adaptive.core import TrainStep
 from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.division import Division, by_rows, by_tokens
+from torchtune_adaptive.library.sampling import DealtRows
 
 _MORE_THAN_ROWS = 1 << 32
 
@@ -39,11 +40,19 @@ class SharedRows:
     Rows have places, as many as the rank has that has the most. On another rank the last ones are empty.
     """
 
-    def __init__(self, step: TrainStep, asked: StepRequest, lengths: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        step: TrainStep,
+        asked: StepRequest,
+        lengths: Sequence[int] | None,
+        numbers: Sequence[int],
+    ) -> None:
         self.size, self.own = asked.size, asked.rows
         """The size of micro-batches, and the rows of this rank."""
         self.least = self.most = asked.rows
         """The fewest and the most rows of a rank; known once micro-batches are."""
+        self.numbers = numbers
+        """The number of each row among those of all ranks."""
         self._step, self._asked, self._lengths = step, asked, lengths
         self._divide: Division | None = None
 
@@ -94,6 +103,7 @@ def shared_rows(
     size: int,
     lengths: Sequence[int] | None,
     groups: Sequence[int] | None,
+    numbers: Sequence[int] | None = None,
     *,
     may_be_none: bool = False,
     at_once: bool = False,
@@ -104,7 +114,8 @@ def shared_rows(
     ``at_once``. ``may_be_none`` is whether this rank may have no rows.
     """
     wrong, asked = None, StepRequest()
-    several = step.ranks.size > 1
+    rank, ranks = step.ranks.rank, step.ranks.size
+    several = ranks > 1
     try:
         arguments.function("collate_fn", collate_fn)
         size = arguments.whole("size", size)
@@ -117,10 +128,16 @@ def shared_rows(
         if lengths is not None:
             lengths = checks.row_lengths(lengths, count, size)
         groups = checks.row_groups(groups, count, lengths)
+        if numbers is not None:
+            numbers = checks.row_numbers(numbers, count)
+        elif isinstance(rows, DealtRows) and len(rows.numbers) == count:  # or some were added
+            numbers = rows.numbers
+        else:
+            numbers = range(rank, rank + count * ranks, ranks)
         asked = StepRequest(count, size, lengths is not None, groups)
     except UsageError as error:
         wrong = error
-    shared = SharedRows(step, asked, lengths)
+    shared = SharedRows(step, asked, lengths, numbers or ())
     if several:
         # One number in one exchange. What differs is asked for where something does.
         heard = step.ranks.begin_spread(-1 if wrong else asked.told())

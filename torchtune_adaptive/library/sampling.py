@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -83,6 +83,14 @@ def steps_of(
     return Steps(data, order, of_step, rank, ranks, epoch, start)
 
 
+class DealtRows(list[Any]):
+    """This rank's rows of a step, with their numbers among those of all ranks."""
+
+    def __init__(self, rows: Iterable[Any], numbers: range) -> None:
+        super().__init__(rows)
+        self.numbers = numbers
+
+
 class Steps(Iterator[list[Any]]):
     """This rank's rows of each step of an epoch; made by ``steps_of``."""
 
@@ -109,7 +117,7 @@ class Steps(Iterator[list[Any]]):
     def __iter__(self) -> Steps:
         return self
 
-    def __next__(self) -> list[Any]:
+    def __next__(self) -> DealtRows:
         if self.used + self._of_step > self._order.per_epoch:
             raise StopIteration
         if self._mine is None:
@@ -117,10 +125,11 @@ class Steps(Iterator[list[Any]]):
             turn = (self._rank - self.used) % self._ranks
             self._mine = self._order.share(self.epoch, turn, self._ranks, self.used)
             self._place = self.used + turn
-        first = self._number_of_mine(self.used)
+        first, used = self._number_of_mine(self.used), self.used
         self.used += self._of_step
         mine = self._mine[first : self._number_of_mine(self.used)]
-        return [self._data[index] for index in mine.tolist()]
+        numbers = range(self._place + first * self._ranks - used, self._of_step, self._ranks)
+        return DealtRows((self._data[index] for index in mine.tolist()), numbers)
 
     def _number_of_mine(self, used: int) -> int:
         """The rows of this rank among those up to ``used``."""

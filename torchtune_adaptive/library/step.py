@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -27,6 +28,7 @@ from torchtune_adaptive.core import (
     candidates,
     device_memory,
     knobs,
+    sample_dropout,
 )
 from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.forward_only import ForwardOnly
@@ -101,6 +103,12 @@ class AdaptiveStep:
             has changed on the host, such as sums of metrics.
         frozen: sharded models that ``forward`` runs besides, such as a teacher.
         compiled: whether ``forward`` runs compiled code; by default, whether the model is compiled.
+        dropout: ``torch``, or ``sample``: the mask of a row in an ``nn.Dropout`` of the model is a function
+            of the seed, the layer's name, the steps taken before, and the row's number in its step; the same
+            on any number of ranks and in any micro-batch. Other ways to drop are refused.
+        seed: the seed of dropout by sample.
+        sequences: the sequences that ``forward`` gives the model for each row, such as 2 for pairs: the first
+            ones of all rows, and then the second ones. For dropout by sample.
         context_mesh: the ranks over which rows are split along their sequence, as by context parallelism; a
             mesh of one dimension. Their micro-batches must always have one shape.
         wait_for_memory: seconds to wait, in all, where not even one row fits: another process may be the
@@ -131,6 +139,9 @@ class AdaptiveStep:
         restore: Callable[[], Any] | None = None,
         frozen: Sequence[nn.Module] = (),
         compiled: bool | None = None,
+        dropout: Literal["torch", "sample"] = "torch",
+        seed: int = 0,
+        sequences: int = 1,
         context_mesh: DeviceMesh | None = None,
         wait_for_memory: float = 0.0,
         timeout: float | None = None,
@@ -150,6 +161,9 @@ class AdaptiveStep:
         if timeout is not None and arguments.seconds("timeout", timeout) == 0:
             raise UsageError("timeout: no rank can answer in 0 seconds.")
         limit = arguments.memory("memory_limit", memory_limit)
+        arguments.one_of("dropout", dropout, ("torch", "sample"))
+        arguments.whole("seed", seed, at_least=0)
+        arguments.whole("sequences", sequences)
         if scaler is not None and measure_noise:
             raise UsageError(
                 "measure_noise: not with a scaler, whose scale changes from step to step."
@@ -186,6 +200,17 @@ class AdaptiveStep:
                 context_group=checks.one_dimension("context_mesh", context_mesh),
             ),
         )
+        self._keys: sample_dropout.DropoutKeys | None = None
+        if dropout == "sample":
+            if self.train_step.splits_rows:
+                raise UsageError(
+                    "dropout: by sample, each rank must have rows of its own, but layers or rows are split "
+                    "over ranks. Use torch's dropout instead."
+                )
+            sample_dropout.drop_by_sample(model, compiled=device.type != "cpu")
+            self._keys = sample_dropout.DropoutKeys(model, seed, sequences, device)
+        else:
+            sample_dropout.drop_by_torch(model)
         self._runner = StepRunner(
             self.train_step,
             advice=lambda: (
@@ -206,6 +231,7 @@ class AdaptiveStep:
         size: int,
         lengths: Sequence[int] | None = None,
         groups: Sequence[int] | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> Outcome:
         """Take a step.
 
@@ -221,6 +247,9 @@ class AdaptiveStep:
                 ``size`` allows at the longest of them.
             groups: the numbers of rows that may share a micro-batch, in their order and the same on every
                 rank; by default, all may.
+            numbers: the number of each row among those of the step on all ranks, which its dropout by sample
+                follows. By default, those of ``steps_of``; other rows are taken to be dealt out one by one,
+                as ``DistributedSampler`` does it: row i of rank r of n has the number i x n + r.
 
         Raises:
             TrainingOutOfMemory: not even one row fits, on every rank; or memory ran out in the optimizer,
@@ -233,7 +262,14 @@ class AdaptiveStep:
         After any other exception nothing is left of the step, so another can be taken, on all ranks.
         """
         shared = shared_rows(
-            self.train_step, rows, collate_fn, size, lengths, groups, may_be_none=bool(self._spare)
+            self.train_step,
+            rows,
+            collate_fn,
+            size,
+            lengths,
+            groups,
+            numbers,
+            may_be_none=bool(self._spare),
         )
         size, unit = shared.size, "row" if lengths is None else "token"
         if (size, unit) != (self._size, self._runner.unit):
@@ -252,6 +288,10 @@ class AdaptiveStep:
                 self._spare = some[:1]
             return collate_fn(some)
 
+        def keyed(part: Sequence[int]) -> AbstractContextManager[Any]:
+            assert self._keys is not None
+            return self._keys.running(0, self.steps, [shared.numbers[place] for place in part])
+
         def micro_batches(size: int) -> _MicroBatches:
             if sizes:
                 self.restore()
@@ -259,7 +299,7 @@ class AdaptiveStep:
             first = collated(0, shared.first(size))  # while the ranks hear of each other
             parts = shared.parts(size)
             self.objective.equal_rows = shared.least == shared.most
-            return _MicroBatches([first], parts, collated)
+            return _MicroBatches([first], parts, collated, keyed if self._keys else None)
 
         outcome = self._runner.run(micro_batches, self.steps + 1, self._adjusted)
         self.steps += 1
@@ -391,11 +431,17 @@ class _MicroBatches:
     parts: Sequence[Sequence[int]]
     """The positions of the rows in each."""
     collated: Callable[[int, Sequence[int]], Any]
+    keyed: Callable[[Sequence[int]], AbstractContextManager[Any]] | None
+    """With dropout by sample, the context in which a micro-batch of these rows goes forward and backward."""
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def __iter__(self) -> Iterator[Any]:
-        yield self.first.pop()
-        for number, part in enumerate(self.parts[1:], 1):
-            yield self.collated(number, part)
+        for number, part in enumerate(self.parts):
+            batch = self.collated(number, part) if number else self.first.pop()
+            if self.keyed is None:
+                yield batch
+                continue
+            with self.keyed(part):
+                yield batch

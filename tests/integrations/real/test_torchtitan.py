@@ -188,6 +188,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "model_spec: a mixture of experts": {"model_spec": "experts"},
     "dataloader: pixels is a tensor of [7]": {"dataloader": Random.Config(more=True)},
     "token_budget: ": {"options": replace(AS_CONFIGURED, token_budget=True)},
+    "dropout: ": {"options": replace(AS_CONFIGURED, dropout="sample")},
 }
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import private
+from torchtune_adaptive.core.ranks.supported import wrapped_in
 
 Drop: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
 """Drops elements of rows, given the two keys of each row, the least number of an element that is kept, and
@@ -38,6 +39,9 @@ _CANNOT_BE_KEYED = (
 )
 _INSIDE = ("attn_dropout", "attention_dropout", "dropout_p", "dropout")
 """Names of attributes by which modules drop out in their own way, such as inside of attention."""
+_ADDED_BY_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module"}
+"""Parts of names that come from ``torch.compile``, torch's checkpointing, and Lightning Fabric."""
+_ROWS_POSITIONS_COLUMNS = 3
 
 
 def _mixed(number: torch.Tensor) -> torch.Tensor:
@@ -157,6 +161,12 @@ class SampleDropout(nn.Dropout):
         if not self.training or self.p == 0:
             return x
         keys = self.row_keys
+        if x.dim() > _ROWS_POSITIONS_COLUMNS:
+            raise UsageError(
+                "dropout: by sample, a row has positions, and each position has columns, but a layer drops "
+                f"elements of a {' x '.join(map(str, x.shape))} tensor, as inside of attention. Their places "
+                "would follow the padding. Use torch's dropout instead, or set this one to 0."
+            )
         if keys is None:
             places = torch.arange(2 * len(x), dtype=torch.int32, device=x.device)
             keys = _mixed(places).view(-1, 2)
@@ -179,16 +189,40 @@ def drop_by_sample(model: nn.Module, compiled: bool) -> None:
         UsageError: it drops out in another way as well, whose random numbers belong to no sample.
     """
     drops = drop_by_kernel() if compiled else drop_in_parts
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Dropout:
+    for name, share in shares_by_sample(model).items():
+        _replace(model, name, SampleDropout(share, drops))
+
+
+def shares_by_sample(model: nn.Module) -> dict[str, float]:
+    """The share that each layer of a model drops, by its name.
+
+    Raises:
+        UsageError: it drops out in another way as well, whose random numbers belong to no sample.
+    """
+    shares: dict[str, float] = {}
+    for name, module in model.named_modules():
+        if type(module) in (nn.Dropout, SampleDropout):
             if module.p > 0:
-                parent, _, own = name.rpartition(".")
-                model.get_submodule(parent).add_module(own, SampleDropout(module.p, drops))
+                shares[name] = module.p
             continue
         inside = [key for key in _INSIDE if _is_share(getattr(module, key, 0))]
         if inside or (isinstance(module, (nn.Dropout, *_CANNOT_BE_KEYED)) and module.p > 0):
             what = f"{name}.{inside[0]}" if inside else f"{name} ({type(module).__name__})"
             raise UsageError(f"{what}: its random numbers cannot belong to samples.")
+    return shares
+
+
+def drop_by_torch(model: nn.Module) -> None:
+    """Let a model that drops by sample drop as before."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, SampleDropout):
+            _replace(model, name, nn.Dropout(module.p))
+
+
+def _replace(model: nn.Module, name: str, by: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    by.train(model.get_submodule(name).training)
+    model.get_submodule(parent).add_module(own, by)
 
 
 def _is_share(value: object) -> bool:
@@ -206,11 +240,11 @@ class DropoutKeys:
     """
 
     def __init__(self, model: nn.Module, seed: int, sequences: int, device: torch.device) -> None:
-        named = [(n, m) for n, m in model.named_modules() if isinstance(m, SampleDropout)]
+        named = _named(model)
         self._layers = [layer for _, layer in named]
         self._of_layers = _hashed(f"{seed} {name}" for name, _ in named)
         self._sequences, self._device = range(sequences), device
-        self._is_sure = not named
+        self._is_sure = False
         """Whether nothing else draws random numbers."""
 
     @contextmanager
@@ -246,6 +280,18 @@ class DropoutKeys:
     def _set(self, keys: Sequence[torch.Tensor | None]) -> None:
         for layer, of_layer in zip(self._layers, keys, strict=True):
             layer.row_keys = of_layer
+
+
+def _named(model: nn.Module) -> list[tuple[str, SampleDropout]]:
+    """The layers that drop by sample, with the names that they have where nothing is wrapped."""
+    wrapped = wrapped_in(model)
+    outer = next((f"{n}.module." for n, m in model.named_modules() if m is wrapped), "").lstrip(".")
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, SampleDropout):
+            parts = name.removeprefix(outer).split(".")
+            found.append((".".join(p for p in parts if p not in _ADDED_BY_WRAPPERS), module))
+    return found
 
 
 def _generators(device: torch.device) -> torch.Tensor:

@@ -126,7 +126,9 @@ class TrainStep:
             require_supported(model, ranks)
         self._holders = holders_of(model, ranks)
         sharers = sharers_of(self._holders, ranks, options.context_group)
-        if sharers.size > 1 and options.survive:
+        self.splits_rows = sharers.size > 1
+        """Whether several ranks have the same rows, or parts of them."""
+        if self.splits_rows and options.survive:
             self._require_no_obstacle()
         if not options.sync_each_batch and fsdp.roots(model):
             self._require_gradients_of_step()
