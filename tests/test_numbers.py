@@ -21,6 +21,7 @@ from tests.helpers.results import (
     blocks,
     calls_added,
     column,
+    dropout_by_sample,
     errors_on_a_gpu,
     failed,
     gain,
@@ -111,6 +112,17 @@ SEEN_BY_NOBODY = (
 )
 
 CLAIMS = [
+    *(
+        Claim(
+            page,
+            rf"([\d.]+) to ([\d.]+) times the time of `nn.Dropout`{by}([\d.]+) times",
+            dropout_by_sample,
+        )
+        for page, by in (
+            ("docs/results/README.md", ", and "),
+            ("docs/results/dropout.md", " alone, and "),
+        )
+    ),
     Claim(
         "docs/how-plans-work.md",
         r"Of (\d+) peaks of torchtune's own configs, half are within ([\d.]+) % of the traced ones, nine of "

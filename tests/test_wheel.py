@@ -68,7 +68,7 @@ def about(wheel: Path, name: str) -> str:
 
 def test_every_file_is_in_one_of_the_wheels(library: Path, recipes: Path) -> None:
     package = ROOT / "torchtune_adaptive"
-    ours = [*package.rglob("*.py"), package / "py.typed"]
+    ours = [path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     of_recipes = {path for path in ours if path.is_relative_to(package / "recipe")}
     installed = {path.relative_to(ROOT).as_posix(): path for path in {*ours} - of_recipes}
     assert files(library) == installed.keys()

@@ -42,6 +42,8 @@ FILLED_IN = {
     "DIR": "Qwen3-0.6B",
     "HOST": "localhost",
     "JOB": "job",
+    "MODEL": "Qwen3-0.6B",
+    "ORG/NAME": "Qwen/Qwen3-0.6B",
     "~/models/Qwen3-0.6B": "Qwen3-0.6B",
 }
 

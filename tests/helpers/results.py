@@ -63,6 +63,14 @@ def of_trainers(place: int, larger: bool = False) -> list[str]:
     return [column(table, way, place) for way in ways]
 
 
+def dropout_by_sample() -> list[str]:
+    """The least and the most time of a dropout layer, as a multiple of torch's, and that in a LoRA layer."""
+    [table] = blocks("dropout.md", "sample / torch")
+    ratios = re.findall(r"^(\w+), .*float\d\d +[\d.]+ +([\d.]+)", table, re.MULTILINE)
+    alone = [ratio for layer, ratio in ratios if layer == "dropout"]
+    return [min(alone), max(alone), *{ratio for layer, ratio in ratios if layer == "LoRA"}]
+
+
 def with_fewer_layers() -> list[str]:
     [table] = blocks("layers_checkpointed.md", "of all layers")
     return [

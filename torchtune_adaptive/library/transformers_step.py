@@ -7,6 +7,7 @@ to be installed. That one is imported where it is needed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -311,9 +312,11 @@ class TransformersStep:
                     f"gradient_checkpointing: {type(model).__name__} does not support it. Set "
                     "gradient_checkpointing=False."
                 )
-            model.gradient_checkpointing_enable(
-                {"use_reentrant": False, "context_fn": self._when_checkpointed}
-            )
+            with warnings.catch_warnings():  # of the new name, which older versions do not have
+                warnings.simplefilter("ignore", FutureWarning)
+                model.gradient_checkpointing_enable(
+                    {"use_reentrant": False, "context_fn": self._when_checkpointed}
+                )
             if self.lora:
                 model.enable_input_require_grads()
         mark_embeddings(model)
