@@ -231,14 +231,14 @@ def test_all_refusals_are_told_at_once() -> None:
 def test_what_is_advised_makes_a_plan() -> None:
     found = settings(
         FOLDER / "axolotl" / "qlora_fsdp.yaml",
-        *("adapter=lora", "load_in_4bit=false", "optimizer=adamw_bnb_8bit"),
+        *("adapter=lora", "load_in_4bit=false", "optimizer=adamw_torch_fused"),
         *(
             "liger_fused_linear_cross_entropy=false",
             "fsdp_version=2",
             "fsdp_config.offload_params=false",
         ),
     )
-    assert found["fsdp"] and found["lora"] and found["optim"] == "adamw_8bit"
+    assert found["fsdp"] and found["lora"] and found["optim"] == "adamw_torch_fused"
     found = settings(
         FOLDER / "llama_factory" / "qlora_dpo.yaml",
         *("deepspeed=null", "fsdp=full_shard", "fsdp_config.version=2", "stage=sft"),
@@ -297,7 +297,11 @@ def test_what_is_advised_makes_a_plan() -> None:
         ("axolotl/lora", ["adapter=qlora"], "adapter: qlora needs load_in_4bit: true"),
         ("axolotl/lora", ["load_in_4bit=true"], "load_in_4bit: true goes with adapter: qlora"),
         ("axolotl/full", ["load_in_4bit=true"], "load_in_4bit: true goes with adapter: qlora"),
-        ("llama_factory/full_sft", ["quantization_bit=4"], "only adapters can be trained. Train"),
+        (
+            "llama_factory/full_sft",
+            ["quantization_bit=4"],
+            "finetuning_type: full trains the weights",
+        ),
         ("llama_factory/lora_sft", ["quantization_bit=8"], "quantization_bit: 8 has weights of 8"),
         ("llama_factory/lora_sft", ["quantization_method=hqq"], "bits in another format"),
         ("trl_sft/qlora", ["fsdp=full_shard"], "stores weights of 4 bits in another type"),

@@ -258,7 +258,7 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Se
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the parent's
     )
     torch.set_num_threads(1)
-    logging.disable(logging.NOTSET)  # of plans, whose server may have been there first
+    logging.disable(logging.NOTSET)  # which plans do in the fork server, if they start it
     gc.freeze()  # what was imported stays; collections then take no time
     with open(Path(setting.folder) / f"stack_{setting.rank}", "w") as stack:
         faulthandler.enable(file=stack)

@@ -171,7 +171,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     ranks, gpu = _gpus(arguments.nproc, gpu, nodes, file.ranks if file else None)
     if arguments.seq_len is not None and arguments.seq_len < 2:
         raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
-    if file or arguments.trainer != "torchtune":
+    of_others = file is not None or arguments.trainer != "torchtune"
+    if of_others:
         refuse_unused_options(arguments)
     if file and file.settings.get("fsdp") and ranks == 1:
         reason = "shares the weights among GPUs, and one is planned"
@@ -180,10 +181,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     # Last, as the Hub may be asked.
     if given := arguments.hf or (file and file.model):
         arguments.hf = model_of(given)
-    elif arguments.trainer != "torchtune":
+    elif of_others:
         remedy = "Give the model by it: ORG/NAME of the Hub, or a folder"
         raise ConfigError("--trainer", arguments.trainer, "is for --hf", remedy)
-    if file or arguments.trainer != "torchtune":
+    if of_others:
         return EXIT_STATUS[plan_transformers(arguments, ranks, gpu, memory, file)]
     require_recipes("plan without --hf MODEL --trainer SFTTrainer")
     from torchtune_adaptive.cli.plan_command import plan_config

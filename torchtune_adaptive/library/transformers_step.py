@@ -115,8 +115,8 @@ class TransformersStep:
     gradient_checkpointing: bool = True
     """Whether backward computes each layer again."""
     optim: str = OPTIMIZERS[0]
-    """``adamw_torch_fused``, ``adamw_torch``, ``adafactor``, ``sgd``, or bitsandbytes' ``adamw_8bit``,
-    ``paged_adamw_8bit`` or ``paged_adamw_32bit``."""
+    """``adamw_torch_fused``, ``adamw_torch``, ``adafactor``, ``sgd``, or bitsandbytes' ``adamw_8bit``
+    (also ``adamw_bnb_8bit``), ``paged_adamw_8bit`` or ``paged_adamw_32bit``."""
     max_grad_norm: float = 1.0
     """The norm above which gradients are scaled down; 0 leaves them."""
     lora: bool = False

@@ -21,6 +21,7 @@ from torchtune_adaptive.cli.other_trainers.training_arguments import (
     DEEPSPEED,
     EIGHT_BITS,
     FLASH,
+    FORMAT,
     FP16,
     IN_ONE_GPU,
     KERNELS,
@@ -37,7 +38,6 @@ _MODEL = "makes another model than the one of base_model"
 _TRAINED = "trains other weights, which is not planned"
 _LOSS = "computes the loss by other kernels, which is not planned"
 _EXPERTS = "is about mixtures of experts, which are not planned"
-_QUANTIZED = "has weights of fewer bits in another format, which is not planned"
 _ONE = (None, False, 1)
 _HARMLESS_PLUGINS = (
     *("swanlab", "lm_eval", "torchtune_adaptive"),
@@ -88,8 +88,8 @@ _KEYS: Keys = {
     "load_in_8bit": Refused(
         EIGHT_BITS, "Plan adapters on weights of 4 bits or bfloat16: load_in_8bit=false"
     ),
-    "gptq": Refused(_QUANTIZED),
-    "model_quantization_config": Refused(_QUANTIZED),
+    "gptq": Refused(FORMAT),
+    "model_quantization_config": Refused(FORMAT),
     "qat": Refused("trains quantized weights, which is not planned"),
     "fp16": Refused(FP16, "On a GPU that has bfloat16, plan bf16=true fp16=false"),
     "float16": Refused(FP16, "On a GPU that has bfloat16, plan bf16=true float16=false"),

@@ -94,7 +94,7 @@ def read_file(
     ranks = None
     if launch is not None:
         ranks = read_launch(_launch(launch), reading)
-    _refuse_four_bits(trainer, reading)
+    _refuse_four_bits(trainer, given, reading)
     if reading.refusals:
         lines = "".join(f"\n  {refusal}" for refusal in reading.refusals)
         raise NoPrediction(f"{path} cannot be planned as {trainer.name} trains it:{lines}")
@@ -200,14 +200,15 @@ def _apply(given: dict[str, Any], change: str, trainer: Trainer) -> None:
         raise ConfigError(key, value, f"is not YAML ({error})", "Write key=value") from None
 
 
-def _refuse_four_bits(trainer: Trainer, reading: FileReading) -> None:
+def _refuse_four_bits(trainer: Trainer, given: Mapping[str, Any], reading: FileReading) -> None:
     """Refuse weights of 4 bits that nothing trains, or that FSDP shards."""
     if not reading.settings.get("load_in_4bit"):
         return
     if not reading.settings.get("lora"):
-        reason = "has no gradients with weights of 4 bits, so only adapters can be trained"
         key, value = trainer.adapters
-        reading.refuse(key, None, reason, f"Train adapters: {key}: {value}")
+        reason = "trains the weights themselves, and those of 4 bits have no gradients"
+        remedy = f"Train adapters ({key}: {str(value).lower()})"
+        reading.refuse(key, given.get(key), reason, remedy)
     if reading.settings.get("fsdp"):
         reason = "stores weights of 4 bits in another type, which is not planned"
         reading.refuse("fsdp", True, reason, "Plan GPUs that have all weights, which take more")

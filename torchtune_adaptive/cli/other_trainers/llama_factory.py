@@ -19,6 +19,7 @@ from torchtune_adaptive.cli.other_trainers.keys import (
 from torchtune_adaptive.cli.other_trainers.sharding import read_sharding
 from torchtune_adaptive.cli.other_trainers.training_arguments import (
     EIGHT_BITS,
+    FORMAT,
     KERNELS,
     PARALLEL,
     WHY_NOT_ATTENTION,
@@ -29,7 +30,6 @@ from torchtune_adaptive.cli.other_trainers.training_arguments import (
 _FLASH = ("fa2", "fa3", "flash_attention_2", "flash_attention_3")
 _TRAINED = "trains other weights, which is not planned"
 _LOSS = "computes another loss, which is not planned"
-_FORMAT = "has weights of fewer bits in another format, which is not planned"
 _ELSEWHERE = "trains by another engine, which is not planned"
 
 _KEYS: Keys = {
@@ -57,7 +57,7 @@ _KEYS: Keys = {
     "packing": Joint("padded: rows are full, without a mask", None, (None, True, False)),
     "neat_packing": Joint("the same, with fa2 or fa3", False, (True, False)),
     "quantization_bit": Sets("load_in_4bit", None, {None: False, 4: True}, EIGHT_BITS),
-    "quantization_method": Joint("must be bitsandbytes'", "bnb", ("bnb",), _FORMAT),
+    "quantization_method": Joint("must be bitsandbytes'", "bnb", ("bnb",), FORMAT),
     "double_quantization": Sets("bnb_4bit_use_double_quant", True),
     "use_dora": Refused("gives adapters magnitudes, which are not planned"),
     "additional_target": Refused(_TRAINED),

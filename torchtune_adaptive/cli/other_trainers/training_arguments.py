@@ -18,10 +18,10 @@ OPTIMIZERS = {
     name: name
     for name in (
         *("adamw_torch_fused", "adamw_torch", "sgd", "adafactor"),
-        *("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+        *("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
     )
-} | {"adamw_bnb_8bit": "adamw_8bit"}
-"""The optimizers that can be planned: transformers' names, and the step's."""
+}
+"""The optimizers that can be planned, by transformers' names, which are the step's."""
 WHY_NOT_OPTIMIZER = "has a state or a step that is not planned"
 FLASH = (
     "flash_attention_2",
@@ -33,6 +33,7 @@ FLASH = (
 """Attention that skips padding, and so needs no mask."""
 SDPA = "sdpa"
 WHY_NOT_ATTENTION = "is attention that is not planned"
+FORMAT = "has weights of fewer bits in another format, which is not planned"
 EIGHT_BITS = "has weights of 8 bits, which are not planned"
 KERNELS = "replaces layers by kernels that keep other activations, which are not planned"
 FP16 = "is mixed precision with a scaler of losses, which is not planned"

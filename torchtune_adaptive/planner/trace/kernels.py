@@ -71,9 +71,8 @@ def attention(  # type: ignore[no-untyped-def]
         return _aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
-    if (
-        query.shape[1] != key.shape[1]
-    ):  # only flash attention's kernels share heads of keys and values
+    # Only flash attention's kernels share heads of keys and values.
+    if query.shape[1] != key.shape[1]:
         return _aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
