@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from torchtune_adaptive.cli.hugging_face import Method, read_config
-from torchtune_adaptive.cli.margin import peak_of
+from torchtune_adaptive.cli.margin import caution, caution_of_retries, peak_of
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile
 from torchtune_adaptive.cli.trainer_file_report import advice, subject
 from torchtune_adaptive.common import (
@@ -56,7 +56,7 @@ def plan_transformers(
     hints = () if step.packing else ("padded=True or False says whether rows are padded",)
     told = (*arguments.hf.about, *(file.notes if file else hints), *assumptions)
     plan = replace(plan, assumptions=(*step.about(), *told))
-    verdict = device.verdict(plan.peak)
+    verdict = "UNCERTAIN" if plan.with_retries else device.verdict(plan.peak)
     if arguments.json:
         about = {"verdict": verdict, "device": asdict(device), "step": asdict(step)}
         if file:
@@ -136,6 +136,10 @@ def _blocks(
         f"peak {peak}. {largest}",
         f"{subject(file) if file else step.trainer} on {devices}, {rows_of}",
     ]
+    if plan.with_retries:
+        lines.append(caution_of_retries(f"with {plan.rows}"))
+    elif verdict == "UNCERTAIN":
+        lines.append(caution(device, f"with {plan.rows}"))
     if file:
         lines.append(advice(file, plan.rows, step.gradient_accumulation_steps, plan.largest))
     parts = sorted(plan.parts.items(), key=lambda part: -part[1])

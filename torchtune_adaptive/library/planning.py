@@ -77,6 +77,9 @@ class Plan:
     speed: Speed | None = None
     """The speed at ``rows``: tokens or rows per second, utilization, where the time goes, and how far off it
     may be; None if nothing is known about the device's."""
+    with_retries: bool = False
+    """Whether the peak is above the usable memory, but a step runs if torch's allocator returns memory in the
+    middle of it."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,7 @@ def _answer(question: StepQuestion) -> Plan:
         asked.device.usable_bytes,
         (*question.assumptions, *filter(None, [found.as_written])),
         found.speed,
+        found.peak.with_retries,
     )
 
 
