@@ -35,11 +35,9 @@ from torchtune_adaptive.planner import (
     AnyDepth,
     DeviceLimits,
     Machine,
-    NeedsAllLayers,
     Pace,
     Question,
     RecordedStep,
-    Shortening,
     Speed,
     StartUp,
     StepTracer,
@@ -269,7 +267,7 @@ class StepsOfModel:
 class _ModelTracer(StepTracer):
     """One rank of a run with a model that the user builds, of which a function removes layers."""
 
-    def __init__(self, question: StepQuestion, shorten: Shortening) -> None:
+    def __init__(self, question: StepQuestion, shorten: Callable[[nn.Module], None]) -> None:
         super().__init__(not question.asked.device.caching, 0, question.ranks)
         self.compiles = False
         _only_wrap()
@@ -293,8 +291,8 @@ class _ModelTracer(StepTracer):
                 options=StepOptions(clip_grad_norm=question.max_grad_norm),
             )
             self.recorder.relabel(step.buckets, self.recorder.GRADIENTS)
-        if shorten.removed and step.buckets:
-            raise NeedsAllLayers("buckets of gradients do not end where layers do")
+        if step.buckets:
+            self.needs_all_layers = "buckets of gradients do not end where layers do"
         self.begin(step, [model])
 
     def take_step(self, rows: int) -> RecordedStep:

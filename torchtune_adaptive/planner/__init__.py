@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.planner.speed.speed import Pace, Speed
     from torchtune_adaptive.planner.steps_by_choice import StepsByChoice, TracedStep
     from torchtune_adaptive.planner.trace import fake_device
-    from torchtune_adaptive.planner.trace.alike_layers import Shortening
-    from torchtune_adaptive.planner.trace.any_depth import AnyDepth, NeedsAllLayers
+    from torchtune_adaptive.planner.trace.any_depth import AnyDepth
     from torchtune_adaptive.planner.trace.recorder import check_sums, no_prediction
     from torchtune_adaptive.planner.trace.step_tracer import StepTracer
     from torchtune_adaptive.planner.trace.weights import fill

@@ -115,13 +115,13 @@ class Allocator:
             extra = LARGE_SEGMENT
         else:
             extra = -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
-        self._get(extra)
+        self.request(extra)
         if not self._expandable:
             self._next_address += extra
             return MemoryBlock(pool, self._next_address - extra, extra)
         return self._grow(pool, last, extra)
 
-    def _get(self, nbytes: int) -> None:
+    def request(self, nbytes: int) -> None:
         """Get memory from the device."""
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
@@ -219,8 +219,8 @@ class LimitedAllocator(Allocator):
         super().watch()
         self.retries = 0
 
-    def _get(self, nbytes: int) -> None:
+    def request(self, nbytes: int) -> None:
         if self.reserved + nbytes > self.capacity:
             held = f"{self.reserved:,} of {self.capacity:,} reserved"
             raise OutOfMemory(f"{nbytes:,} bytes, with {held}")
-        super()._get(nbytes)
+        super().request(nbytes)

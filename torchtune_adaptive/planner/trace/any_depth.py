@@ -22,7 +22,7 @@ _KEPT = (4, 5, 13)
 layers at once, so more of them differ from the others."""
 
 
-class NeedsAllLayers(NotPeriodic):
+class _NeedsAllLayers(NotPeriodic):
     """A step that no model with fewer layers tells anything about, however many of them are left."""
 
 
@@ -103,7 +103,7 @@ class AnyDepth(Generic[Tracer]):
                 if (shallow := self._shallower(kept, period or 1)) is not None:
                     few, more = shallow
                     return compute(of(few), of(more), few.removed)
-            except NeedsAllLayers as reason:
+            except _NeedsAllLayers as reason:
                 log.debug(f"the whole model is traced: {reason}")
                 self._shallow |= dict.fromkeys((each, period or 1) for each in _KEPT)
                 break
@@ -138,6 +138,8 @@ class AnyDepth(Generic[Tracer]):
 
     def _begun(self, shortening: Shortening, shallower: Tracer | None = None) -> _Begun[Tracer]:
         tracer = self._make(shortening)
+        if shortening.removed and tracer.needs_all_layers:
+            raise _NeedsAllLayers(tracer.needs_all_layers)
         if shallower is not None:
             tracer.compile_with(shallower)
         start_up = StartUp(tracer.set_up, self._first(tracer))
