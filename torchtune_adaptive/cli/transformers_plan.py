@@ -13,6 +13,7 @@ import yaml
 from torchtune_adaptive.cli.hugging_face import Method, read_config
 from torchtune_adaptive.cli.margin import caution, caution_of_retries, peak_of
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile
+from torchtune_adaptive.cli.plan_progress import with_progress
 from torchtune_adaptive.cli.trainer_file_report import advice, subject
 from torchtune_adaptive.common import (
     Block,
@@ -50,9 +51,13 @@ def plan_transformers(
     read_config(arguments.hf.folder)
     kind = gpus.gpu(gpu or gpus.DEFAULT)
     device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
-    step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
     capacity = memory or kind.capacity(ranks)
-    plan = step.plan(gpu=kind.name, memory=capacity, headroom=_HEADROOM)
+
+    def planned() -> tuple[TransformersStep, Plan]:
+        step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
+        return step, step.plan(gpu=kind.name, memory=capacity, headroom=_HEADROOM)
+
+    step, plan = with_progress(planned)
     hints = () if step.packing else ("padded=True or False says whether rows are padded",)
     told = (*arguments.hf.about, *(file.notes if file else hints), *assumptions)
     plan = replace(plan, assumptions=(*step.about(), *told))
