@@ -240,6 +240,7 @@ class StepsOfModel:
 
     compiled = False
     """Whether memory is that of compiled code; it is not, whatever is compiled."""
+    max_seq_len = None
 
     def __init__(self, question: StepQuestion) -> None:
         self._tracer = AnyDepth(
@@ -258,6 +259,12 @@ class StepsOfModel:
         return self._known[rows]
 
     noted = step
+
+    def known(self) -> dict[tuple[int, int], RecordedStep]:
+        return {}  # all rows are as long
+
+    def known_first(self) -> dict[tuple[int, int], StartUp]:
+        return {}
 
     @property
     def as_written(self) -> str:

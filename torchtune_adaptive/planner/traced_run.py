@@ -15,12 +15,17 @@ from torchtune_adaptive.planner.memory.peak import (
     DOES_NOT_FIT,
     DeviceLimits,
     Peak,
-    StartUp,
     largest,
     peak,
     timeline,
 )
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, NotRegular, RecordedStep
+from torchtune_adaptive.planner.other_lengths import (
+    FromOtherLengths,
+    KnownSteps,
+    Steps,
+    first_size,
+)
 from torchtune_adaptive.planner.speed.operations import DifferentOperations, StepOperations, at_rows
 from torchtune_adaptive.planner.speed.speed import Pace, Speed
 
@@ -70,10 +75,8 @@ class Answer:
         return self.verdict != DOES_NOT_FIT
 
 
-class StepsOfAnySize(Protocol):
+class StepsOfAnySize(KnownSteps, Protocol):
     """The steps of one run on one rank."""
-
-    def start_up(self, length: int) -> StartUp: ...
 
     @property
     def compiled(self) -> bool:
@@ -83,12 +86,6 @@ class StepsOfAnySize(Protocol):
     @property
     def as_written(self) -> str:
         """The reason why something that is compiled was traced as it is written; empty if nothing was."""
-        ...
-
-    def step(self, rows: int, length: int) -> RecordedStep: ...
-
-    def noted(self, rows: int, length: int) -> RecordedStep:
-        """Such a step with its operations, as it is written."""
         ...
 
 
@@ -121,10 +118,13 @@ class TracedRun:
     """The same of compiled steps. There a buffer is used again for another one of its size, so there must not
     be as many tokens as a layer is wide."""
 
+    first_size = staticmethod(first_size)
+
     def __init__(self, traces: StepsOfAnySize, length: int, any_length: bool = False) -> None:
         self._traces = traces
+        self._steps: Steps = traces if traces.compiled else FromOtherLengths(traces)
         self._rows = self.COMPILED_ROWS if traces.compiled else self.ROWS
-        self._beginning = traces.start_up(length)
+        self._beginning = self._steps.start_up(length)
         self._structures: dict[int, Bilinear] = {}
         self._every: Bilinear | None = None
         self._known: dict[tuple[int, int, DeviceLimits, bool], Peak] = {}
@@ -182,8 +182,21 @@ class TracedRun:
         if not confirmed or found < few or self.direct:
             return found
         traced = self._traces.step(found, length).renumbered()
-        self.direct = not self._agree(traced, self._structure(length).step(found, length))
-        return self.largest(length, device, ceiling) if self.direct else found
+        if self._agree(traced, self._structure(length).step(found, length)):
+            return found
+        if self._steps is not self._traces:  # perhaps because of what follows from other lengths
+            self._rely_on_traces(length)
+            return self.largest(length, device, ceiling, confirmed)
+        self.direct = True
+        return self.largest(length, device, ceiling)
+
+    def _rely_on_traces(self, length: int) -> None:
+        """Trace what followed from other lengths, which has turned out to be wrong."""
+        self._steps = self._traces
+        self._beginning = self._traces.start_up(length)
+        self._structures.clear()
+        self._known.clear()
+        self._every = None
 
     def _agree(self, traced: RecordedStep, computed: RecordedStep) -> bool:
         if not self._traces.compiled:
@@ -202,7 +215,7 @@ class TracedRun:
     def operations(self, rows: int, length: int) -> StepOperations:
         """The operations of a step, with what they compute and move."""
         apart = self.direct or self._traces.compiled  # from the steps whose memory is known
-        return operations_of(lambda rows: self._traces.noted(rows, length), rows, apart)
+        return operations_of(lambda rows: self._steps.noted(rows, length), rows, apart)
 
     def timeline(
         self, rows: int, length: int, device: DeviceLimits
@@ -211,7 +224,7 @@ class TracedRun:
 
     def _step(self, rows: int, length: int) -> RecordedStep:
         if self.direct or rows < self.ROWS[0]:
-            return self._traces.step(rows, length)
+            return self._steps.step(rows, length)
         return self._structure(length).step(rows, length)
 
     def _structure(self, length: int) -> Bilinear:
@@ -220,7 +233,7 @@ class TracedRun:
         return self._structures[length]
 
     def _of_lengths(self, *lengths: int) -> Bilinear:
-        return Bilinear({(r, n): self._traces.step(r, n) for r in self._rows for n in lengths})
+        return Bilinear({(r, n): self._steps.step(r, n) for r in self._rows for n in lengths})
 
     def _of_every_length(self, length: int) -> Bilinear | None:
         """Steps of any length, if a third length matches the prediction from two; else None, and each length
@@ -229,5 +242,5 @@ class TracedRun:
             return None
         every = self._of_lengths(length // 2, length)
         few, third = self._rows[0], length // 4
-        traced = self._traces.step(few, third).renumbered()
+        traced = self._steps.step(few, third).renumbered()
         return every if self._agree(traced, every.step(few, third)) else None
