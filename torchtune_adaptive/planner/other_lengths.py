@@ -28,7 +28,7 @@ FIRST_ROWS = 2
 _LENGTHS = 3
 
 
-class Steps(Protocol):
+class StepsByLength(Protocol):
     """Steps of one run."""
 
     def start_up(self, length: int) -> StartUp: ...
@@ -40,7 +40,7 @@ class Steps(Protocol):
         ...
 
 
-class KnownSteps(Steps, Protocol):
+class KnownSteps(StepsByLength, Protocol):
     """The same, where some take no trace."""
 
     @property

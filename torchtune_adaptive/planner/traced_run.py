@@ -23,7 +23,7 @@ from torchtune_adaptive.planner.memory.recorded_step import Bilinear, NotRegular
 from torchtune_adaptive.planner.other_lengths import (
     FromOtherLengths,
     KnownSteps,
-    Steps,
+    StepsByLength,
     first_size,
 )
 from torchtune_adaptive.planner.speed.operations import DifferentOperations, StepOperations, at_rows
@@ -122,7 +122,7 @@ class TracedRun:
 
     def __init__(self, traces: StepsOfAnySize, length: int, any_length: bool = False) -> None:
         self._traces = traces
-        self._steps: Steps = traces if traces.compiled else FromOtherLengths(traces)
+        self._steps: StepsByLength = traces if traces.compiled else FromOtherLengths(traces)
         self._rows = self.COMPILED_ROWS if traces.compiled else self.ROWS
         self._beginning = self._steps.start_up(length)
         self._structures: dict[int, Bilinear] = {}
