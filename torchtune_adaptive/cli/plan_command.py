@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
@@ -17,6 +18,8 @@ from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.hub import instead_of_config
 from torchtune_adaptive.cli.hugging_face import config_for
 from torchtune_adaptive.cli.job import Job, job
+from torchtune_adaptive.cli.page_questions import PageTables
+from torchtune_adaptive.cli.plan_page import tables_for, write_page
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import Interrupted, TraceProgress
 from torchtune_adaptive.cli.plan_report import (
@@ -48,6 +51,7 @@ from torchtune_adaptive.recipe import (
     plan_request,
     predict,
     rank_candidates,
+    tabulated,
     warn_of_unused_keys,
     with_overrides,
 )
@@ -61,6 +65,7 @@ _WORK: dict[Callable[..., Any], str] = {
     compare: "--compare",
     largest_adapter_rank: "the highest adapter rank",
     rank_candidates: "--fastest",
+    tabulated: "the page",
 }
 """What is found after the first answer."""
 
@@ -70,14 +75,27 @@ def plan_config(
 ) -> str:
     """Print a prediction; returns its verdict."""
     name, cfg = _config(arguments)
-    plan = plan_request(cfg, ranks, gpu, memory, arguments.seq_len, name, machine)
+    again = partial(
+        plan_request,
+        cfg=cfg,
+        ranks=ranks,
+        gpu_name=gpu,
+        memory=memory,
+        length=arguments.seq_len,
+        name=name,
+        machine=machine,
+    )
+    plan = again()
     if arguments.hf:
         plan = replace(plan, assumptions=(_WHOSE_STEP, *arguments.hf.about, *plan.assumptions))
     warn_of_unused_keys(cfg, plan.asked.kind)
+    tables = tables_for(plan, arguments, again)
     try:
-        report = _predict(plan, arguments)
+        report = _predict(plan, arguments, tables)
     except Interrupted as end:
         print(end, file=sys.stderr)
+        if tables:
+            _write_page(plan, arguments, tables)
         return end.verdict
     if arguments.json:
         print(json.dumps(as_dict(report), indent=1))
@@ -86,7 +104,15 @@ def plan_config(
     if arguments.plot is not None:
         draw(report, arguments.plot)
         print(f"Plot: {arguments.plot}", file=sys.stderr)  # stdout may be JSON
+    if tables:
+        _write_page(plan, arguments, tables)
     return report.verdict
+
+
+def _write_page(plan: PlanRequest, arguments: argparse.Namespace, tables: PageTables) -> None:
+    written = write_page(plan, arguments, tables)
+    said = arguments.html if written else "not written, as its first table was not finished"
+    print(f"Page: {said}", file=sys.stderr)
 
 
 def _config(arguments: argparse.Namespace) -> tuple[str, DictConfig]:
@@ -131,7 +157,9 @@ def _config_or_advice(name: str) -> DictConfig:
         raise ConfigError("CONFIG", name, "is not a config", advice) from None
 
 
-def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
+def _predict(
+    plan: PlanRequest, arguments: argparse.Namespace, tables: PageTables | None = None
+) -> PlanReport:
     """Predict everything at once; the headline is printed as soon as it is known."""
     in_detail = arguments.plot is not None
     fastest = arguments.fastest or arguments.may_change is not None
@@ -189,6 +217,8 @@ def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
         if alternatives and lora:
             by_rank = ask(largest_adapter_rank, query)
         progress.wait()
+        if tables:
+            tables.ask(ask, progress)
         prediction, by_length = confirmed.result() if confirmed else (found, None)
         return PlanReport(
             plan,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _HEADROOM = 0.05
 _NOT_SETTINGS = ("folder", "load_in_4bit", "lora", "ranks", "trainer")
 """Fields of a step that options give."""
-_UNUSED = ("compare", "plot", "fastest", "may_change", "tokens", "price")
+_UNUSED = ("compare", "plot", "html", "fastest", "may_change", "tokens", "price")
 """Options to which this step has no answer."""
 
 
@@ -77,7 +77,7 @@ def refuse_unused_options(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
             remedy = "Leave it out, or plan torchtune's step"
-            raise ConfigError(option, getattr(arguments, name), "is not for this step", remedy)
+            raise ConfigError(option, str(getattr(arguments, name)), "is not for this step", remedy)
 
 
 def _step_of(file: TrainerFile, arguments: argparse.Namespace, ranks: int) -> TransformersStep:

@@ -127,7 +127,7 @@ class TracedRun:
         self._beginning = traces.start_up(length)
         self._structures: dict[int, Bilinear] = {}
         self._every: Bilinear | None = None
-        self._known: dict[tuple[int, int, DeviceLimits, bool], Peak] = {}
+        self._known: dict[tuple[object, ...], Peak] = {}
         self.direct = False
         """Whether steps are not bilinear, so that each size is traced separately."""
         try:
@@ -192,8 +192,9 @@ class TracedRun:
         return abs(most - expected) <= _CLOSE * most
 
     def peak(self, rows: int, length: int, device: DeviceLimits) -> Peak:
-        """The peak of a step. Each size is replayed once: that takes a tenth of a second."""
-        size = (rows, length, device, self.direct)
+        """The peak of a step. Each size is replayed once for all devices that differ only in how much memory
+        they have: that takes a tenth of a second."""
+        size = (rows, length, device.as_replayed, self.direct)
         if size not in self._known:
             step = self._step(rows, length)
             self._known[size] = peak(self._beginning, step, rows, length, device)

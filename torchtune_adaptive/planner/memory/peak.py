@@ -34,6 +34,11 @@ class DeviceLimits:
     """Measured / predicted peak, where an earlier search measured it."""
 
     @property
+    def as_replayed(self) -> tuple[object, ...]:
+        """What a peak depends on: the same for GPUs that differ only in how much memory they have."""
+        return self.caching, self.expandable, self.workspaces, self.correction
+
+    @property
     def band_above(self) -> float:
         """The share by which more may be reserved than predicted."""
         return max(self.band, self.fragmentation)
@@ -42,6 +47,10 @@ class DeviceLimits:
     def surely_usable_bytes(self) -> int:
         """What a predicted peak may reach and fit even if the prediction is too low by its error."""
         return int(self.usable_bytes / (1 + self.band_above))
+
+    def may_fit(self, reserved: int) -> bool:
+        """Whether a predicted peak fits, as far as is known."""
+        return self.verdict(reserved) != DOES_NOT_FIT
 
     def verdict(self, reserved: int) -> str:
         """Whether a predicted peak is within the usable memory; uncertain if the difference is within the

@@ -1,0 +1,104 @@
+"""Tables of a config's steps: what micro-batches of many sizes take on several devices, and their speeds.
+
+All sizes follow from the traces that a plan of one size needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Speed, TracedRun
+from torchtune_adaptive.recipe.plan.query import Query
+
+_AT_LEAST = 8
+"""Rows up to which a table goes in any case."""
+
+Devices = Sequence[tuple[DeviceLimits, Pace | None]]
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """What the micro-batches of a table take on one device."""
+
+    device: DeviceLimits
+    largest: int
+    """Largest micro-batch that fits; 0 if none does."""
+    peaks: Sequence[Peak]
+    """The peak of each size."""
+    speeds: Sequence[Speed | None]
+    """The speed of each size; None where it does not fit, or is not known."""
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """The steps of one config with micro-batches of many sizes."""
+
+    length: int
+    rank: int
+    rows: tuple[int, ...]
+    """The sizes."""
+    on_devices: Sequence[OnDevice]
+    uneven: bool
+    """Whether ranks hold different shares of the parameters."""
+    as_written: str
+    """The reason why something that is compiled was predicted as it is written; empty if nothing was."""
+
+
+def tabulated(
+    query: Query,
+    devices: Devices,
+    rows: tuple[int, ...] | None = None,
+    with_speeds: bool = True,
+) -> StepTable:
+    """The table of a config. Call it in a process that does nothing else: see ``workers``.
+
+    Args:
+        query: the config; its largest micro-batch is verified on the query's device, as a plan does.
+        devices: the devices of the table, each with the pace of a run on it.
+        rows: the sizes; by default as many as tell what fits on all of the devices.
+        with_speeds: whether speeds are wanted.
+    """
+    traces = query.traces()
+    run = TracedRun(traces, query.length)
+    run.largest(query.length, query.device, confirmed=True)
+    largest = [run.largest(query.length, device) for device, _ in devices]
+    if rows is None:
+        own = run.largest(query.length, query.device)
+        # Each size is traced if steps do not follow from others, and so are the operations of compiled steps.
+        rows = sizes(query.rows, own, max(largest), few=run.direct or traces.compiled)
+    found = []
+    for (device, pace), most in zip(devices, largest, strict=True):
+        peaks = [run.peak(size, query.length, device) for size in rows]
+        asked = replace(query, device=device, pace=pace if with_speeds else None).question
+        speeds = [
+            run.speed(asked, one.rows) if device.may_fit(one.reserved) else None for one in peaks
+        ]
+        found.append(OnDevice(device, most, peaks, speeds))
+    traces.remember()
+    uneven = bool(traces.uneven)
+    return StepTable(query.length, query.rank, rows, found, uneven, traces.as_written)
+
+
+def sizes(configured: int, own: int, largest: int, few: bool = False) -> tuple[int, ...]:
+    """The sizes of a table: what is configured, the largest that fits on its device (``own``), and others
+    up to twice the ``largest`` that fits on any; only powers of two if ``few`` are wanted."""
+    end = max(2 * largest, 2 * configured, _AT_LEAST)
+    others = takewhile(lambda size: size <= end, _powers() if few else _powers_and_between())
+    return tuple(sorted({*others, configured, *([own] if own else [])}))
+
+
+def _powers() -> Iterator[int]:
+    size = 1
+    while True:
+        yield size
+        size *= 2
+
+
+def _powers_and_between() -> Iterator[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    for size in _powers():
+        yield size
+        if size > 1:
+            yield size * 3 // 2
