@@ -18,7 +18,8 @@
   const PHASES = { "forward": "forward pass", "backward": "backward pass", "optimizer step": "optimizer" };
 
   const number = (value) => Math.round(value).toLocaleString("en-US");
-  const significant = (value) => Number(value.toPrecision(3)).toString();
+  const significant = (value) =>
+    (Math.abs(value) >= 100 ? Math.round(value) : Number(value.toPrecision(3))).toString();
   function bytes(size) {
     const units = ["B", "KiB", "MiB", "GiB"];
     let at = 0;

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Speed, TracedRun
+from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Speed, TracedRun, largest
 from torchtune_adaptive.recipe.plan.query import Query
 
 _AT_LEAST = 8
@@ -62,15 +62,15 @@ def tabulated(
     """
     traces = query.traces()
     run = TracedRun(traces, query.length)
-    run.largest(query.length, query.device, confirmed=True)
-    largest = [run.largest(query.length, device) for device, _ in devices]
+    own = run.largest(query.length, query.device, confirmed=True)
     if rows is None:
-        own = run.largest(query.length, query.device)
+        most = max(run.largest(query.length, device) for device, _ in devices)
         # Each size is traced if steps do not follow from others, and so are the operations of compiled steps.
-        rows = sizes(query.rows, own, max(largest), few=run.direct or traces.compiled)
+        rows = sizes(query.rows, own, most, few=run.direct or traces.compiled)
     found = []
-    for (device, pace), most in zip(devices, largest, strict=True):
+    for device, pace in devices:
         peaks = [run.peak(size, query.length, device) for size in rows]
+        most = _largest(run, peaks, device)
         asked = replace(query, device=device, pace=pace if with_speeds else None).question
         speeds = [
             run.speed(asked, one.rows) if device.may_fit(one.reserved) else None for one in peaks
@@ -79,6 +79,16 @@ def tabulated(
     traces.remember()
     uneven = bool(traces.uneven)
     return StepTable(query.length, query.rank, rows, found, uneven, traces.as_written)
+
+
+def _largest(run: TracedRun, peaks: Sequence[Peak], device: DeviceLimits) -> int:
+    """The largest micro-batch that fits, found from the peaks of some."""
+    length, usable = peaks[0].length, device.usable_bytes
+    above = next((n for n, one in enumerate(peaks) if one.reserved > usable), len(peaks) - 1)
+    low, high = peaks[max(0, above - 1)], peaks[above]
+    each = max(1, (high.reserved - low.reserved) // max(1, high.rows - low.rows))
+    guess = low.rows + (usable - low.reserved) // each
+    return largest(lambda rows: run.peak(rows, length, device).reserved <= usable, guess)
 
 
 def sizes(configured: int, own: int, largest: int, few: bool = False) -> tuple[int, ...]:
