@@ -273,6 +273,7 @@
     listed("missing", facts.missing);
     the("missing-box").hidden = !facts.missing.length;
     the("accumulation").textContent = `${counted(facts.accumulation, "micro-batch").replace("batchs", "batches")} in a step`;
+    the("version").textContent = facts.version;
     the("copy").addEventListener("click", copy);
   }
 

@@ -68,7 +68,7 @@ def write_page(plan: PlanRequest, arguments: argparse.Namespace, tables: PageTab
     if not (known := tables.known()):
         return False
     facts = _facts(plan, arguments, tables, known)
-    page = _page(plan.name, facts, _answer(known[0], facts["asked"]))
+    page = page_of(plan.name, facts, _answer(known[0], facts["asked"]))
     try:
         with atomically(arguments.html, flush=False) as temporary:
             temporary.write_text(page, encoding="utf-8")
@@ -93,7 +93,14 @@ def _answer(own: PageAnswer, asked: dict[str, int]) -> str:
     )
 
 
-def _page(subject: str, facts: dict[str, Any], answer: str) -> str:
+def page_of(subject: str, facts: dict[str, Any], answer: str) -> str:
+    """The page, as HTML.
+
+    Args:
+        subject: the name of what is planned.
+        facts: what the script of the page reads.
+        answer: the answer to the user's question, for browsers without scripts.
+    """
     # In a script only "<" could end it.
     embedded = json.dumps(facts, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     read = {
@@ -101,7 +108,6 @@ def _page(subject: str, facts: dict[str, Any], answer: str) -> str:
     }
     return Template(read["html"]).substitute(
         subject=escape(subject),
-        version=__version__,
         style=read["css"],
         script=read["js"],
         facts=embedded,
@@ -119,6 +125,7 @@ def _facts(
     own = known[0].table
     notes = [AS_WRITTEN.format(own.as_written)] if own.as_written else []
     return {
+        "version": __version__,
         "command": _command(plan, arguments),
         "accumulation": plan.asked.accumulation,
         "holders": plan.asked.holders,

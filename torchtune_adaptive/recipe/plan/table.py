@@ -64,7 +64,8 @@ def tabulated(
     run = TracedRun(traces, query.length)
     own = run.largest(query.length, query.device, confirmed=True)
     if rows is None:
-        most = max(run.largest(query.length, device) for device, _ in devices)
+        biggest = max((device for device, _ in devices), key=lambda device: device.usable_bytes)
+        most = run.largest(query.length, biggest)
         # Each size is traced if steps do not follow from others, and so are the operations of compiled steps.
         rows = sizes(query.rows, own, most, few=run.direct or traces.compiled)
     found = []
