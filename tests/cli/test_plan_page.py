@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 from argparse import Namespace
 from concurrent.futures import Future
@@ -17,14 +18,16 @@ import pytest
 from tests.helpers.browser import opened
 from tests.helpers.planning import asked
 from torchtune_adaptive.cli.page_questions import PageTables
+from torchtune_adaptive.cli.plan_command import _write_page
 from torchtune_adaptive.cli.plan_options import NO_ANSWER, plan_command
-from torchtune_adaptive.cli.plan_page import page_of, write_page
+from torchtune_adaptive.cli.plan_page import page_of
 from torchtune_adaptive.common.errors import NoPrediction
 from torchtune_adaptive.planner.memory.peak import Peak
 from torchtune_adaptive.recipe.plan.request import PlanRequest, plan_request
 from torchtune_adaptive.recipe.plan.table import OnDevice, StepTable, tabulated
 from torchtune_adaptive.recipe.registry import load_config
 
+EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make" / "plan_page.py"))
 ON_GPUS = (
     "device=cuda",
     "dtype=bf16",
@@ -123,12 +126,11 @@ def test_the_checkpointing_that_is_chosen_is_typed() -> None:
     """In the page, without a browser."""
     plan = a_plan()
     tables = PageTables(plan, partial(plan_request, cfg=plan.cfg, ranks=8, name="8B"))
-    overrides = {one.checkpointing: one.overrides for one in tables._questions()}
-    assert overrides["all"] == ""
-    assert overrides["none"].split()[0] == "enable_activation_checkpointing=False"
-    asked_for = {(one.plan.length, one.plan.ranks) for one in tables._questions()}
+    found = list(tables._questions())
+    typed = [one.overrides for one in found if one.overrides]
+    assert [words.split()[0] for words in typed] == ["enable_activation_checkpointing=False"]
     others = {(1024, 8), (4096, 8), (2048, 1), (2048, 2), (2048, 4), (2048, 16)}
-    assert asked_for == {(2048, 8), *others}
+    assert {(one.plan.length, one.plan.ranks) for one in found} == {(2048, 8), *others}
 
 
 def a_plan(**asked_for: Any) -> PlanRequest:
@@ -143,7 +145,29 @@ def a_table(plan: PlanRequest, devices: int, uneven: bool = False) -> StepTable:
         for rows in (1, 2, 64)
     ]
     on_devices = [OnDevice(plan.device, 5, peaks, [None] * 3)] * devices
-    return StepTable(plan.length, 0, (1, 2, 64), on_devices, uneven, "")
+    return StepTable((1, 2, 64), on_devices, uneven, "")
+
+
+def test_the_example_in_the_docs_looks_as_pages_do() -> None:
+    assert EXAMPLE["PAGE"].read_text() == EXAMPLE["again"](), (
+        "run: python docs/make/plan_page.py --again"
+    )
+
+
+@pytest.mark.exhaustive
+def test_the_example_in_the_docs_is_what_a_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    plan_command(asked([*EXAMPLE["WORDS"], "--no-what-ifs", "--json"]))
+    said = json.loads(capsys.readouterr().out)
+    facts = EXAMPLE["facts"]()
+    at, device = facts["rows"].index(said["rows"]), facts["asked"]["device"]
+    shown = facts["choices"][0]
+    here = shown["devices"][device]
+    assert facts["devices"][device]["name"] == said["device"]["name"]
+    assert here["largest"] == said["largest"]
+    reserved = shown["peaks"][here["peaks"]]["reserved"][at]
+    assert said["configured"]["reserved"] == pytest.approx(reserved, rel=0.01)
+    speed = said["tokens_per_second_per_gpu"]
+    assert speed == pytest.approx(here["speeds"][at]["tokens"], rel=0.02)
 
 
 class Progress:
@@ -182,7 +206,7 @@ def test_an_interrupted_plan_leaves_a_page_of_what_is_known_or_none(
 
     with pytest.raises(KeyboardInterrupt):
         tables.ask(ask, Progress(waits))  # type: ignore[arg-type]
-    assert write_page(plan, arguments, tables) is bool(waits)
+    _write_page(arguments, tables)
     assert [path.name for path in tmp_path.iterdir()] == ["p.html"][:waits]
     if waits:
         assert len(questions) == 8

@@ -18,8 +18,8 @@ from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.hub import instead_of_config
 from torchtune_adaptive.cli.hugging_face import config_for
 from torchtune_adaptive.cli.job import Job, job
-from torchtune_adaptive.cli.page_questions import PageTables
-from torchtune_adaptive.cli.plan_page import tables_for, write_page
+from torchtune_adaptive.cli.page_questions import PageTables, tables_for
+from torchtune_adaptive.cli.plan_page import write_page
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import Interrupted, TraceProgress
 from torchtune_adaptive.cli.plan_report import (
@@ -95,7 +95,7 @@ def plan_config(
     except Interrupted as end:
         print(end, file=sys.stderr)
         if tables:
-            _write_page(plan, arguments, tables)
+            _write_page(arguments, tables)
         return end.verdict
     if arguments.json:
         print(json.dumps(as_dict(report), indent=1))
@@ -105,13 +105,15 @@ def plan_config(
         draw(report, arguments.plot)
         print(f"Plot: {arguments.plot}", file=sys.stderr)  # stdout may be JSON
     if tables:
-        _write_page(plan, arguments, tables)
+        _write_page(arguments, tables)
     return report.verdict
 
 
-def _write_page(plan: PlanRequest, arguments: argparse.Namespace, tables: PageTables) -> None:
-    written = write_page(plan, arguments, tables)
-    said = arguments.html if written else "not written, as its first table was not finished"
+def _write_page(arguments: argparse.Namespace, tables: PageTables) -> None:
+    page = tables.page(arguments)
+    if page is not None:
+        write_page(arguments.html, page)
+    said = arguments.html if page else "not written, as its first answer was not finished"
     print(f"Page: {said}", file=sys.stderr)
 
 

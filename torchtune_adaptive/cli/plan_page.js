@@ -194,7 +194,7 @@
 
   function command() {
     const words = [facts.command, facts.devices[state.device].words, `--nproc ${choice().ranks}`,
-      `--seq-len ${choice().length}`, `batch_size=${facts.rows[state.rows]}`, choice().overrides];
+      `--seq-len ${choice().length}`, `${facts.rows_key}=${facts.rows[state.rows]}`, choice().overrides];
     return words.filter((word) => word).join(" ");
   }
 
@@ -249,6 +249,7 @@
   }
 
   function fill() {
+    the("rows-key").textContent = `(${facts.rows_key})`;
     the("rows").max = facts.rows.length - 1;
     the("rows").style.setProperty("--n", facts.rows.length);
     the("rows").addEventListener("input", () => { state.rows = Number(the("rows").value); show(); });
@@ -269,7 +270,7 @@
       }
     }
     const listed = (id, lines) => the(id).append(...lines.map((line) => element("li", line)));
-    listed("assumptions", [`length of rows: ${facts.length_source}`, ...facts.assumptions]);
+    listed("assumptions", facts.assumptions);
     listed("missing", facts.missing);
     the("missing-box").hidden = !facts.missing.length;
     the("accumulation").textContent = `${counted(facts.accumulation, "micro-batch").replace("batchs", "batches")} in a step`;

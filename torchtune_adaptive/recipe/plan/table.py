@@ -15,8 +15,6 @@ from torchtune_adaptive.recipe.plan.query import Query
 _AT_LEAST = 8
 """Rows up to which a table goes in any case."""
 
-Devices = Sequence[tuple[DeviceLimits, Pace | None]]
-
 
 @dataclass(frozen=True)
 class OnDevice:
@@ -35,30 +33,26 @@ class OnDevice:
 class StepTable:
     """The steps of one config with micro-batches of many sizes."""
 
-    length: int
-    rank: int
     rows: tuple[int, ...]
     """The sizes."""
     on_devices: Sequence[OnDevice]
     uneven: bool
-    """Whether ranks hold different shares of the parameters."""
+    """Whether ranks hold different shares of the parameters, so that another rank has another table."""
     as_written: str
     """The reason why something that is compiled was predicted as it is written; empty if nothing was."""
 
 
 def tabulated(
     query: Query,
-    devices: Devices,
+    devices: Sequence[tuple[DeviceLimits, Pace | None]],
     rows: tuple[int, ...] | None = None,
-    with_speeds: bool = True,
 ) -> StepTable:
     """The table of a config. Call it in a process that does nothing else: see ``workers``.
 
     Args:
         query: the config; its largest micro-batch is verified on the query's device, as a plan does.
-        devices: the devices of the table, each with the pace of a run on it.
+        devices: the devices of the table, each with the pace of a run on it, or None if no speed is wanted.
         rows: the sizes; by default as many as tell what fits on all of the devices.
-        with_speeds: whether speeds are wanted.
     """
     traces = query.traces()
     run = TracedRun(traces, query.length)
@@ -72,14 +66,13 @@ def tabulated(
     for device, pace in devices:
         peaks = [run.peak(size, query.length, device) for size in rows]
         most = _largest(run, peaks, device)
-        asked = replace(query, device=device, pace=pace if with_speeds else None).question
+        asked = replace(query, device=device, pace=pace).question
         speeds = [
             run.speed(asked, one.rows) if device.may_fit(one.reserved) else None for one in peaks
         ]
         found.append(OnDevice(device, most, peaks, speeds))
     traces.remember()
-    uneven = bool(traces.uneven)
-    return StepTable(query.length, query.rank, rows, found, uneven, traces.as_written)
+    return StepTable(rows, found, bool(traces.uneven), traces.as_written)
 
 
 def _largest(run: TracedRun, peaks: Sequence[Peak], device: DeviceLimits) -> int:
