@@ -41,7 +41,7 @@ _CHECKPOINTING = {"all": "on", "none": "off", "operations": "some operations"}
 
 
 @dataclass
-class _Asked:
+class _PageQuestion:
     """A question about all micro-batches and GPUs, and the answers."""
 
     name: str
@@ -75,12 +75,12 @@ class PageTables:
         self._plan, self._again = plan, again
         # What is told about the machine is about one GPU.
         self._devices = offered_gpus(plan.device.name, () if plan.machine.is_told else devices)
-        self._asked: list[_Asked] = []
+        self._asked: list[_PageQuestion] = []
         self._refused: list[str] = []
 
     def ask(self, ask: Callable[..., Future[Any]], progress: TraceProgress) -> None:
         """Ask for the tables, and wait for them."""
-        own = _Asked("as asked", self._plan)
+        own = _PageQuestion("as asked", self._plan)
         progress.expect_more(1)
         self._asked.append(own)
         own.table = ask(tabulated, self._plan.query(), self._limits(self._plan))
@@ -130,7 +130,7 @@ class PageTables:
             return [(plan.device, plan.query().pace)]
         return on_devices(plan, ",".join(self._devices))
 
-    def _questions(self) -> Iterator[_Asked]:
+    def _questions(self) -> Iterator[_PageQuestion]:
         """The user's question with one thing changed: checkpointing, row length, number of GPUs."""
         plan = self._plan
         makers: dict[str, Callable[[], tuple[PlanRequest, str]]] = {}
@@ -146,7 +146,7 @@ class PageTables:
                 makers[counted(ranks, "GPU")] = partial(self._with, ranks=ranks)
         for name, make in makers.items():
             try:
-                yield _Asked(name, *make())
+                yield _PageQuestion(name, *make())
             except AdaptiveBatchingError as error:
                 self._refused.append(f"{name}: {error}")
 
@@ -191,7 +191,7 @@ def _failure(table: Future[StepTable] | None) -> str | None:
     return str(error) if error else None
 
 
-def _choice(one: _Asked) -> PageChoice:
+def _choice(one: _PageQuestion) -> PageChoice:
     assert one.table is not None
     shown = configured_checkpoint(one.plan.asked)
     return PageChoice(
