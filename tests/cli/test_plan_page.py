@@ -193,6 +193,7 @@ def test_an_interrupted_plan_leaves_a_page_of_what_is_known_or_none(
     vars(arguments).update(dict.fromkeys(("nodes", "power", "links", "network", "machine")))
     tables = PageTables(plan, partial(plan_request, cfg=plan.cfg, ranks=8, name="8B"))
     questions: list[Any] = []
+    unfinished: list[Future[StepTable]] = []
 
     def ask(work: object, query: Any, limits: Any, *_: object) -> Future[StepTable]:
         assert work is tabulated
@@ -202,10 +203,14 @@ def test_an_interrupted_plan_leaves_a_page_of_what_is_known_or_none(
             future.set_exception(NoPrediction("it cannot be traced"))
         elif query.ranks != 4 and waits:
             future.set_result(a_table(plan, len(limits)))
+        else:
+            unfinished.append(future)
         return future
 
     with pytest.raises(KeyboardInterrupt):
         tables.ask(ask, Progress(waits))  # type: ignore[arg-type]
+    for one in unfinished:  # the processes that work on them are killed
+        one.set_exception(NoPrediction("a process that traced was killed"))
     _write_page(arguments, tables)
     assert [path.name for path in tmp_path.iterdir()] == ["p.html"][:waits]
     if waits:

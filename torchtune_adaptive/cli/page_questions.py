@@ -60,6 +60,12 @@ class _PageQuestion:
         uneven = self.table is not None and self.table.result().uneven
         return _failure(self.other_rank) if uneven else None
 
+    def forget_unfinished(self) -> None:
+        if self.table is not None and not self.table.done():
+            self.table = None
+        if self.other_rank is not None and not self.other_rank.done():
+            self.other_rank = None
+
 
 class PageTables:
     """The tables of a page. They are asked for when the plan itself is there, and what is known when the user
@@ -80,6 +86,15 @@ class PageTables:
 
     def ask(self, ask: Callable[..., Future[Any]], progress: TraceProgress) -> None:
         """Ask for the tables, and wait for them."""
+        try:
+            self._ask(ask, progress)
+        except KeyboardInterrupt:
+            # What is worked on will be killed, which is no reason to be told.
+            for one in self._asked:
+                one.forget_unfinished()
+            raise
+
+    def _ask(self, ask: Callable[..., Future[Any]], progress: TraceProgress) -> None:
         own = _PageQuestion("as asked", self._plan)
         progress.expect_more(1)
         self._asked.append(own)
@@ -89,8 +104,8 @@ class PageTables:
         others = list(self._questions())
         progress.expect_more(len(others))
         for one in others:
+            self._asked.append(one)
             one.table = ask(tabulated, one.plan.query(), self._limits(one.plan), rows)
-        self._asked += others
         progress.wait(*(one.table for one in self._asked if one.table))
         self._ask_other_ranks(ask, progress)
 
