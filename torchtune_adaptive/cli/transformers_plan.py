@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -74,10 +75,11 @@ def refuse_unused_options(arguments: argparse.Namespace) -> None:
         ConfigError: one is given.
     """
     for name in _UNUSED:
-        if getattr(arguments, name):
+        if value := getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
             remedy = "Leave it out, or plan torchtune's step"
-            raise ConfigError(option, str(getattr(arguments, name)), "is not for this step", remedy)
+            shown = str(value) if isinstance(value, Path) else value
+            raise ConfigError(option, shown, "is not for this step", remedy)
 
 
 def _step_of(file: TrainerFile, arguments: argparse.Namespace, ranks: int) -> TransformersStep:
