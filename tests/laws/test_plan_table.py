@@ -56,7 +56,7 @@ def test_a_table_says_what_plans_say(ranks: int, tmp_path: Path) -> None:
     for (here, n), plan in zip(asked, found, strict=True):
         assert here.peaks[n] == plan.configured
         assert here.largest == plan.largest
-        verdicts.add(verdict := here.device.verdict(here.peaks[n].reserved))
+        verdicts.add(verdict := here.peaks[n].verdict(here.device))
         speed: Speed | None = here.speeds[n]
         assert speed == (None if verdict == "DOES NOT FIT" else plan.speed)
     assert verdicts >= {"FITS", "DOES NOT FIT"}

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -185,7 +186,8 @@ def _predict(
             return answer
 
         query = plan.query(in_detail=in_detail, confirmed=rollouts)
-        configured = ask(predict, query)
+        configured = answers.ask(predict, query)
+        progress.follow(configured, "the first answer")
         if answers.must_trace(configured) and (about := estimated(plan)):
             progress.estimate(estimate_line(plan, about))
         ranked = _ask_for_candidates(plan, arguments.may_change, ask) if fastest else None
@@ -195,10 +197,10 @@ def _predict(
             found: Prediction = configured.result()
         finally:
             answers.checked()  # if it failed, that explains any other failure
+        verdict = found.verdict(plan.device)
         if not arguments.json:
-            verdict = found.verdict(plan.device)
             progress.print(arguments.render(headline(plan, found, asked_job)), verdict)
-        if alternatives and found.verdict(plan.device) == DOES_NOT_FIT:
+        if alternatives and verdict == DOES_NOT_FIT:
             more = list(splits(plan))
             progress.expect_more(len(more))
             alternatives += more
@@ -218,22 +220,47 @@ def _predict(
             compared = ask(compare, plan.query(), devices)
         if alternatives and lora:
             by_rank = ask(largest_adapter_rank, query)
-        progress.wait()
-        if tables:
-            tables.ask(ask, progress)
-        prediction, by_length = confirmed.result() if confirmed else (found, None)
-        return PlanReport(
-            plan,
-            prediction,
-            first_answer=found,
-            last_rank=last.result() if last else None,
-            outcomes=[*map(_outcome, alternatives, others)],
-            by_length=by_length,
-            adapter_rank=by_rank.result() if by_rank else None,
-            job=asked_job,
-            compared=compared.result() if compared else (),
-            fastest=ranked(prediction) if ranked else None,
-        )
+
+        def report() -> PlanReport:
+            """What is known by now."""
+            prediction, by_length = _known(confirmed) or (found, None)
+            known = [
+                (alternative, done)
+                for alternative, done in zip(alternatives, others, strict=True)
+                if _is_known(done)
+            ]
+            return PlanReport(
+                plan,
+                prediction,
+                first_answer=found,
+                last_rank=_known(last),
+                outcomes=[_outcome(*one) for one in known],
+                by_length=by_length,
+                adapter_rank=_known(by_rank),
+                job=asked_job,
+                compared=_known(compared) or (),
+                fastest=ranked(prediction) if ranked else None,
+            )
+
+        try:
+            progress.wait()
+            if tables:
+                tables.ask(ask, progress)
+        except KeyboardInterrupt:
+            if not (arguments.json or ranked):
+                with suppress(AdaptiveBatchingError):  # the user does not wait for what has failed
+                    progress.print(arguments.render(details(report())), verdict)
+            raise
+        return report()
+
+
+def _is_known(answer: Future[Any]) -> bool:
+    return answer.done() and not answer.cancelled()
+
+
+def _known(answer: Future[Any] | None) -> Any:
+    """An answer that was asked for, once it is there; else None."""
+    return answer.result() if answer is not None and _is_known(answer) else None
 
 
 def _job(

@@ -7,13 +7,14 @@
     "UNCERTAIN": { word: "Uncertain", mark: "?", style: "unsure" },
     "DOES NOT FIT": { word: "Does not fit", mark: "✕", style: "bad" },
   };
-  const WORST_FIRST = ["DOES NOT FIT", "UNCERTAIN", "FITS"];
   // Colors that people with color vision deficiencies can tell apart (Okabe and Ito), in the order of the bar.
   const COLORS = {
     "parameters": "#0072B2", "gathered parameters": "#56B4E9", "gradients": "#009E73",
     "optimizer state": "#CC79A7", "activations": "#E69F00", "logits and loss": "#D55E00",
   };
   const MORE_COLORS = ["#F0E442", "#8C7AE6", "#A6761D", "#1B9E9E", "#888888"];
+  const RETRIES =
+    "It runs only if the allocator returns memory in the middle of a step and requests it again, which takes time.";
   const DIMENSIONS = ["length", "ranks", "checkpointing"];
   const PHASES = { "forward": "forward pass", "backward": "backward pass", "optimizer step": "optimizer" };
 
@@ -41,15 +42,10 @@
     const device = choice().devices[state.device];
     const peaks = choice().peaks[device.peaks];
     const reserved = peaks.reserved[rows];
-    const verdictOf = (peak) => {
-      if (peak <= device.surely) return "FITS";
-      return peak * (1 - device.band[0]) > device.usable ? "DOES NOT FIT" : "UNCERTAIN";
-    };
-    const verdicts = [reserved, ...(device.other ? [device.other[rows]] : [])].map(verdictOf);
     const parts = Object.entries(peaks.parts).map(([name, sizes]) => [name, sizes[rows]]);
     return {
       device, reserved, parts: parts.filter(([, size]) => size > 0), phase: peaks.phases[rows],
-      verdict: WORST_FIRST.find((one) => verdicts.includes(one)), speed: device.speeds[rows],
+      verdict: device.verdicts[rows], retries: device.retries[rows], speed: device.speeds[rows],
     };
   }
 
@@ -81,7 +77,7 @@
       exact(now.reserved, bytes(now.reserved)), ` (${margin}) of `,
       exact(now.device.usable, bytes(now.device.usable)),
       ` usable on ${cards} ${facts.devices[state.device].name}.` +
-      (now.verdict === "UNCERTAIN" ? " Only a trial on the device can tell." : ""));
+      (now.verdict === "UNCERTAIN" ? ` ${now.retries ? RETRIES : "Only a trial on the device can tell."}` : ""));
   }
 
   function showBar(now) {

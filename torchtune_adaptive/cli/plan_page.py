@@ -15,7 +15,7 @@ from typing import Any
 from torchtune_adaptive import __version__
 from torchtune_adaptive.cli.margin import peak_of
 from torchtune_adaptive.cli.page_choices import Page, PageChoice
-from torchtune_adaptive.cli.plan_report import AS_WRITTEN
+from torchtune_adaptive.cli.plan_report import AS_WRITTEN, worst
 from torchtune_adaptive.common import ConfigError, atomically, counted
 from torchtune_adaptive.planner import Peak, Speed
 from torchtune_adaptive.recipe import OnDevice
@@ -64,11 +64,9 @@ def _answer(page: Page) -> str:
     """The answer to the user's question as text."""
     own = page.choices[0]
     here, at = own.table.on_devices[page.device], own.table.rows.index(page.rows)
-    tables = [own.table, *([own.other_rank] if own.other_rank else [])]
-    most = max(table.on_devices[page.device].peaks[at].reserved for table in tables)
     return (
         f"{page.rows_key} {page.rows}, rows of {own.length:,} tokens, {counted(own.ranks, 'GPU')} "
-        f"({here.device.name}): {here.device.verdict(most)}, "
+        f"({here.device.name}): {_verdicts(own, page.device)[at]}, "
         f"peak {peak_of(here.device, here.peaks[at].reserved)}. "
         f"Largest micro-batch that fits: {here.largest or 'none'}."
     )
@@ -93,20 +91,19 @@ def _facts(page: Page) -> dict[str, Any]:
 
 
 def _choice(one: PageChoice) -> dict[str, Any]:
-    on_devices = one.table.on_devices
-    others = one.other_rank.on_devices if one.other_rank else (None,) * len(on_devices)
-    replays: list[Sequence[Peak]] = []
+    replays: list[dict[str, Any]] = []
     found = []
-    for here, other in zip(on_devices, others, strict=True):
-        if here.peaks not in replays:
-            replays.append(here.peaks)
-        found.append({**_on_device(here, other), "peaks": replays.index(here.peaks)})
+    for number, here in enumerate(one.table.on_devices):
+        if (peaks := _peaks(here.peaks)) not in replays:
+            replays.append(peaks)
+        about = {"peaks": replays.index(peaks), "verdicts": _verdicts(one, number)}
+        found.append({**_on_device(here), **about})
     return {
         "length": one.length,
         "ranks": one.ranks,
         "checkpointing": one.checkpointing,
         "overrides": one.overrides,
-        "peaks": [_peaks(peaks) for peaks in replays],
+        "peaks": replays,
         "devices": found,
     }
 
@@ -120,14 +117,21 @@ def _peaks(peaks: Sequence[Peak]) -> dict[str, Any]:
     }
 
 
-def _on_device(here: OnDevice, other: OnDevice | None) -> dict[str, Any]:
+def _verdicts(one: PageChoice, device: int) -> list[str]:
+    """The verdict on each size, on the rank where it is worse."""
+    tables = [one.table, *([one.other_rank] if one.other_rank else [])]
+    on_ranks = [table.on_devices[device] for table in tables]
+    verdicts = ([peak.verdict(rank.device) for peak in rank.peaks] for rank in on_ranks)
+    return [worst(each) for each in zip(*verdicts, strict=True)]
+
+
+def _on_device(here: OnDevice) -> dict[str, Any]:
     device = here.device
     return {
         "usable": device.usable_bytes,
-        "surely": device.surely_usable_bytes,
         "band": [device.band, device.band_above],
         "largest": here.largest,
-        "other": [peak.reserved for peak in other.peaks] if other else None,
+        "retries": [peak.with_retries for peak in here.peaks],
         "speeds": [_speed(speed) for speed in here.speeds],
     }
 

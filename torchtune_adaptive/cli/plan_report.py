@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
 from torchtune_adaptive.cli.job import Job
-from torchtune_adaptive.cli.margin import caution, peak_of
+from torchtune_adaptive.cli.margin import cautions, peak_of
 from torchtune_adaptive.cli.rollout_report import memory_rows, rollout_blocks
 from torchtune_adaptive.cli.speed_report import (
     compare_table,
@@ -72,8 +72,12 @@ class PlanReport:
     def verdict(self) -> str:
         """The verdict for the configured batch size, on the rank where it is worse."""
         answers = [self.found, *([self.last_rank] if self.last_rank else [])]
-        verdicts = {one.verdict(self.plan.device) for one in answers}
-        return next(v for v in (DOES_NOT_FIT, "UNCERTAIN", "FITS") if v in verdicts)
+        return worst([one.verdict(self.plan.device) for one in answers])
+
+
+def worst(verdicts: Sequence[str]) -> str:
+    """The worst of some verdicts."""
+    return next(v for v in (DOES_NOT_FIT, "UNCERTAIN", "FITS") if v in verdicts)
 
 
 def estimate_line(plan: PlanRequest, about: Peak) -> str:
@@ -123,13 +127,11 @@ def _largest_text(found: Prediction) -> str:
 
 
 def _cautions(plan: PlanRequest, found: Prediction) -> list[str]:
-    """Sizes whose peak is so near the usable memory that the prediction's error decides."""
-    near = {peak.rows: peak for peak in (found.configured, found.picked, found.at_largest) if peak}
-    uncertain = [rows for rows, peak in near.items() if peak.verdict(plan.device) == "UNCERTAIN"]
-    if not uncertain:
-        return []
-    sizes = " and ".join(map(str, sorted(uncertain)))
-    return [caution(plan.device, f"at batch_size {sizes}")]
+    """Lines about sizes of which only a trial can tell whether they fit."""
+    of_interest = (found.configured, found.picked, found.at_largest)
+    by_rows = {peak.rows: peak for peak in of_interest if peak}
+    named = [(str(rows), peak) for rows, peak in sorted(by_rows.items())]
+    return cautions(plan.device, named, "at batch_size")
 
 
 def _memory_table(found: Prediction) -> Table:

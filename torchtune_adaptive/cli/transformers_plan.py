@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from torchtune_adaptive.cli.hugging_face import Method, read_config
-from torchtune_adaptive.cli.margin import peak_of
+from torchtune_adaptive.cli.margin import caution, caution_of_retries, peak_of
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile
+from torchtune_adaptive.cli.plan_progress import with_progress
 from torchtune_adaptive.cli.trainer_file_report import advice, subject
 from torchtune_adaptive.common import (
     Block,
@@ -51,13 +52,17 @@ def plan_transformers(
     read_config(arguments.hf.folder)
     kind = gpus.gpu(gpu or gpus.DEFAULT)
     device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
-    step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
     capacity = memory or kind.capacity(ranks)
-    plan = step.plan(gpu=kind.name, memory=capacity, headroom=_HEADROOM)
+
+    def planned() -> tuple[TransformersStep, Plan]:
+        step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
+        return step, step.plan(gpu=kind.name, memory=capacity, headroom=_HEADROOM)
+
+    step, plan = with_progress(planned)
     hints = () if step.packing else ("padded=True or False says whether rows are padded",)
     told = (*arguments.hf.about, *(file.notes if file else hints), *assumptions)
     plan = replace(plan, assumptions=(*step.about(), *told))
-    verdict = device.verdict(plan.peak)
+    verdict = "UNCERTAIN" if plan.with_retries else device.verdict(plan.peak)
     if arguments.json:
         about = {"verdict": verdict, "device": asdict(device), "step": asdict(step)}
         if file:
@@ -138,6 +143,10 @@ def _blocks(
         f"peak {peak}. {largest}",
         f"{subject(file) if file else step.trainer} on {devices}, {rows_of}",
     ]
+    if plan.with_retries:
+        lines.append(caution_of_retries(f"with {plan.rows}"))
+    elif verdict == "UNCERTAIN":
+        lines.append(caution(device, f"with {plan.rows}"))
     if file:
         lines.append(advice(file, plan.rows, step.gradient_accumulation_steps, plan.largest))
     parts = sorted(plan.parts.items(), key=lambda part: -part[1])

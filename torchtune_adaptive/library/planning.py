@@ -75,6 +75,9 @@ class Plan:
     speed: Speed | None = None
     """The speed at ``rows``: tokens or rows per second, utilization, where the time goes, and how far off it
     may be; None if nothing is known about the device's."""
+    with_retries: bool = False
+    """Whether the peak is above the usable memory, but a step runs if torch's allocator returns memory in the
+    middle of it."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +231,7 @@ def _answer(question: StepQuestion) -> Plan:
         asked.device.usable_bytes,
         (*question.assumptions, *filter(None, [found.as_written])),
         found.speed,
+        found.peak.with_retries,
     )
 
 
@@ -287,6 +291,8 @@ class _ModelTracer(StepTracer):
                 options=StepOptions(clip_grad_norm=question.max_grad_norm),
             )
             self.recorder.relabel(step.buckets, self.recorder.GRADIENTS)
+        if step.buckets:
+            self.needs_all_layers = "buckets of gradients do not end where layers do"
         self.begin(step, [model])
 
     def take_step(self, rows: int) -> RecordedStep:

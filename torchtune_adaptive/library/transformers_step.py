@@ -325,7 +325,7 @@ class TransformersStep:
             reference = self._made().requires_grad_(False)
         prepared = _Prepared(model, reference)
         if self.fsdp:
-            for each in prepared.models:
+            for each in prepared.children():
                 self._shard(each)
         elif self.ranks > 1:
             return DistributedDataParallel(prepared, broadcast_buffers=False).train()
@@ -360,7 +360,7 @@ class TransformersStep:
         """The loss of a micro-batch."""
         prepared = built.module if isinstance(built, DistributedDataParallel) else built
         assert isinstance(prepared, _Prepared)
-        model = prepared.models[0]
+        model = prepared.model
         tokens, labels = batch["input_ids"], batch["labels"]
         if self.trainer == PLAIN:
             with self._mixed_precision():
@@ -452,8 +452,8 @@ class TransformersStep:
     ) -> torch.Tensor:
         if self.precompute_ref_log_probs:
             return torch.zeros_like(labels[:, 1:], dtype=torch.float32)
-        with torch.no_grad(), without_adapters(prepared.models[0]):
-            found: torch.Tensor = prepared.models[-1](tokens, labels)
+        with torch.no_grad(), without_adapters(prepared.model):
+            found: torch.Tensor = (prepared.reference or prepared.model)(tokens, labels)
             return found
 
     def _shard(self, model: Any) -> None:
@@ -482,4 +482,4 @@ class _Prepared(nn.Module):
 
     def __init__(self, model: nn.Module, reference: nn.Module | None) -> None:
         super().__init__()
-        self.models = nn.ModuleList([model] if reference is None else [model, reference])
+        self.model, self.reference = model, reference

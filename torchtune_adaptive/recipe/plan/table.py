@@ -9,7 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Speed, TracedRun, largest
+from torchtune_adaptive.planner import (
+    DOES_NOT_FIT,
+    DeviceLimits,
+    Pace,
+    Peak,
+    Speed,
+    TracedRun,
+    largest,
+)
 from torchtune_adaptive.recipe.plan.query import Query
 
 _AT_LEAST = 8
@@ -68,7 +76,8 @@ def tabulated(
         most = _largest(run, peaks, device)
         asked = replace(query, device=device, pace=pace).question
         speeds = [
-            run.speed(asked, one.rows) if device.may_fit(one.reserved) else None for one in peaks
+            run.speed(asked, one.rows) if one.verdict(device) != DOES_NOT_FIT else None
+            for one in peaks
         ]
         found.append(OnDevice(device, most, peaks, speeds))
     traces.remember()
