@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
@@ -18,6 +19,8 @@ from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.hub import instead_of_config
 from torchtune_adaptive.cli.hugging_face import config_for
 from torchtune_adaptive.cli.job import Job, job
+from torchtune_adaptive.cli.page_questions import PageTables, tables_for
+from torchtune_adaptive.cli.plan_page import write_page
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import Interrupted, TraceProgress
 from torchtune_adaptive.cli.plan_report import (
@@ -49,6 +52,7 @@ from torchtune_adaptive.recipe import (
     plan_request,
     predict,
     rank_candidates,
+    tabulated,
     warn_of_unused_keys,
     with_overrides,
 )
@@ -62,6 +66,7 @@ _WORK: dict[Callable[..., Any], str] = {
     compare: "--compare",
     largest_adapter_rank: "the highest adapter rank",
     rank_candidates: "--fastest",
+    tabulated: "the page",
 }
 """What is found after the first answer."""
 
@@ -71,14 +76,27 @@ def plan_config(
 ) -> str:
     """Print a prediction; returns its verdict."""
     name, cfg = _config(arguments)
-    plan = plan_request(cfg, ranks, gpu, memory, arguments.seq_len, name, machine)
+    again = partial(
+        plan_request,
+        cfg=cfg,
+        ranks=ranks,
+        gpu_name=gpu,
+        memory=memory,
+        length=arguments.seq_len,
+        name=name,
+        machine=machine,
+    )
+    plan = again()
     if arguments.hf:
         plan = replace(plan, assumptions=(_WHOSE_STEP, *arguments.hf.about, *plan.assumptions))
     warn_of_unused_keys(cfg, plan.asked.kind)
+    tables = tables_for(plan, arguments, again)
     try:
-        report = _predict(plan, arguments)
+        report = _predict(plan, arguments, tables)
     except Interrupted as end:
         print(end, file=sys.stderr)
+        if tables:
+            _write_page(arguments, tables)
         return end.verdict
     if arguments.json:
         print(json.dumps(as_dict(report), indent=1))
@@ -87,7 +105,17 @@ def plan_config(
     if arguments.plot is not None:
         draw(report, arguments.plot)
         print(f"Plot: {arguments.plot}", file=sys.stderr)  # stdout may be JSON
+    if tables:
+        _write_page(arguments, tables)
     return report.verdict
+
+
+def _write_page(arguments: argparse.Namespace, tables: PageTables) -> None:
+    page = tables.page(arguments)
+    if page is not None:
+        write_page(arguments.html, page)
+    said = arguments.html if page else "not written, as its first answer was not finished"
+    print(f"Page: {said}", file=sys.stderr)
 
 
 def _config(arguments: argparse.Namespace) -> tuple[str, DictConfig]:
@@ -132,7 +160,9 @@ def _config_or_advice(name: str) -> DictConfig:
         raise ConfigError("CONFIG", name, "is not a config", advice) from None
 
 
-def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
+def _predict(
+    plan: PlanRequest, arguments: argparse.Namespace, tables: PageTables | None = None
+) -> PlanReport:
     """Predict everything at once; the headline is printed as soon as it is known."""
     in_detail = arguments.plot is not None
     fastest = arguments.fastest or arguments.may_change is not None
@@ -214,6 +244,8 @@ def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
 
         try:
             progress.wait()
+            if tables:
+                tables.ask(ask, progress)
         except KeyboardInterrupt:
             if not (arguments.json or ranked):
                 with suppress(AdaptiveBatchingError):  # the user does not wait for what has failed

@@ -116,6 +116,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print Markdown",
     )
     add("--plot", type=Path, metavar="FILE", help="save a plot of peak memory (.png, .svg, .pdf)")
+    html_help = (
+        "save one page of HTML on which rows, their length, GPUs and checkpointing can be changed"
+    )
+    add("--html", type=Path, metavar="FILE", help=html_help)
     skip_help = "skip the comparison with alternative settings (much faster)"
     add("--no-what-ifs", action="store_true", help=skip_help)
     add("--list-gpus", action="store_true", help="list known GPUs and exit")

@@ -25,7 +25,7 @@ _NOT_SCALED = (
     "Memory did not scale as expected for this config, so every size was traced separately (slower, equally "
     "reliable)."
 )
-_AS_WRITTEN = (
+AS_WRITTEN = (
     "What is compiled is predicted as if it were not, which takes more memory: this is an upper bound. It "
     "cannot be followed here: {}."
 )
@@ -72,8 +72,12 @@ class PlanReport:
     def verdict(self) -> str:
         """The verdict for the configured batch size, on the rank where it is worse."""
         answers = [self.found, *([self.last_rank] if self.last_rank else [])]
-        verdicts = {one.verdict(self.plan.device) for one in answers}
-        return next(v for v in (DOES_NOT_FIT, "UNCERTAIN", "FITS") if v in verdicts)
+        return worst([one.verdict(self.plan.device) for one in answers])
+
+
+def worst(verdicts: Sequence[str]) -> str:
+    """The worst of some verdicts."""
+    return next(v for v in (DOES_NOT_FIT, "UNCERTAIN", "FITS") if v in verdicts)
 
 
 def estimate_line(plan: PlanRequest, about: Peak) -> str:
@@ -100,7 +104,7 @@ def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[B
     if found.traced_directly:
         blocks.append(Paragraph([_NOT_SCALED]))
     if found.as_written:
-        blocks.append(Paragraph([_AS_WRITTEN.format(found.as_written)], important=True))
+        blocks.append(Paragraph([AS_WRITTEN.format(found.as_written)], important=True))
     if plan.assumptions:
         blocks.append(Listing("Assumptions", plan.assumptions))
     return blocks

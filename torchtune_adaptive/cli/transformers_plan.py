@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _HEADROOM = 0.05
 _NOT_SETTINGS = ("folder", "load_in_4bit", "lora", "ranks", "trainer")
 """Fields of a step that options give."""
-_UNUSED = ("compare", "plot", "fastest", "may_change", "tokens", "price")
+_UNUSED = ("compare", "plot", "html", "fastest", "may_change", "tokens", "price")
 """Options to which this step has no answer."""
 
 
@@ -79,10 +80,11 @@ def refuse_unused_options(arguments: argparse.Namespace) -> None:
         ConfigError: one is given.
     """
     for name in _UNUSED:
-        if getattr(arguments, name):
+        if value := getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
             remedy = "Leave it out, or plan torchtune's step"
-            raise ConfigError(option, getattr(arguments, name), "is not for this step", remedy)
+            shown = str(value) if isinstance(value, Path) else value
+            raise ConfigError(option, shown, "is not for this step", remedy)
 
 
 def _step_of(file: TrainerFile, arguments: argparse.Namespace, ranks: int) -> TransformersStep:

@@ -16,7 +16,8 @@ from torchtune_adaptive.planner.memory.peak import (
     DeviceLimits,
     Peak,
     largest,
-    peak,
+    replayed,
+    runs_with_retries,
     timeline,
 )
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, NotRegular, RecordedStep
@@ -128,6 +129,7 @@ class TracedRun:
         self._structures: dict[int, Bilinear] = {}
         self._every: Bilinear | None = None
         self._known: dict[tuple[int, int, DeviceLimits, bool], Peak] = {}
+        self._replays: dict[tuple[int, int, tuple[object, ...], bool], Peak] = {}
         self.direct = False
         """Whether steps are not bilinear, so that each size is traced separately."""
         try:
@@ -169,7 +171,7 @@ class TracedRun:
         most = ceiling or sys.maxsize
 
         def reserved(rows: int) -> int:
-            return self.peak(rows, length, device).reserved
+            return self._replayed(rows, length, device).reserved
 
         few, many = self.ROWS[0], 4 * self.ROWS[0]
         low, high = reserved(few), reserved(many)
@@ -205,12 +207,24 @@ class TracedRun:
         return abs(most - expected) <= _CLOSE * most
 
     def peak(self, rows: int, length: int, device: DeviceLimits) -> Peak:
-        """The peak of a step. Each size is replayed once: that takes a tenth of a second."""
+        """The peak of a step."""
         size = (rows, length, device, self.direct)
         if size not in self._known:
-            step = self._step(rows, length)
-            self._known[size] = peak(self._beginning, step, rows, length, device)
+            found = self._replayed(rows, length, device)
+            retries = found.verdict(device) == DOES_NOT_FIT and runs_with_retries(
+                found, self._beginning, self._step(rows, length), device
+            )
+            self._known[size] = replace(found, with_retries=retries)
         return self._known[size]
+
+    def _replayed(self, rows: int, length: int, device: DeviceLimits) -> Peak:
+        """The same without what depends on how much memory there is. Each size is replayed once: that takes
+        a tenth of a second."""
+        size = (rows, length, device.as_replayed, self.direct)
+        if size not in self._replays:
+            step = self._step(rows, length)
+            self._replays[size] = replayed(self._beginning, step, rows, length, device)
+        return self._replays[size]
 
     def operations(self, rows: int, length: int) -> StepOperations:
         """The operations of a step, with what they compute and move."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtune_adaptive.planner.memory.allocator import (
     Allocator,
@@ -37,6 +37,11 @@ class DeviceLimits:
     """The share by which more may be reserved than predicted, where that is more than ``band``."""
     correction: float = 1.0
     """Measured / predicted peak, where an earlier search measured it."""
+
+    @property
+    def as_replayed(self) -> tuple[object, ...]:
+        """What a replay depends on: the same for GPUs that differ only in how much memory they have."""
+        return self.caching, self.expandable, self.workspaces, self.correction
 
     @property
     def band_above(self) -> float:
@@ -107,6 +112,14 @@ def peak(
     start_up: StartUp, step: RecordedStep, rows: int, length: int, device: DeviceLimits
 ) -> Peak:
     """The memory of a step on a device, in a run whose earlier steps had the same size."""
+    found = replayed(start_up, step, rows, length, device)
+    return replace(found, with_retries=runs_with_retries(found, start_up, step, device))
+
+
+def replayed(
+    start_up: StartUp, step: RecordedStep, rows: int, length: int, device: DeviceLimits
+) -> Peak:
+    """The same as far as it does not depend on how much memory there is."""
     parts, (_, phase, operation) = _highest_moment(start_up, step, device)
     live = allocated = reserved = sum(parts.values())
     if device.caching:
@@ -114,12 +127,7 @@ def peak(
         _replay(allocator, start_up, step, device)
         allocated, reserved = allocator.peak_allocated, allocator.peak_reserved
     reserved = round(reserved * device.correction)
-    with_retries = (
-        device.caching
-        and device.verdict(reserved) == DOES_NOT_FIT
-        and _runs_with_retries(start_up, step, device)
-    )
-    return Peak(rows, length, live, allocated, reserved, parts, phase, operation, with_retries)
+    return Peak(rows, length, live, allocated, reserved, parts, phase, operation)
 
 
 def _highest_moment(
@@ -195,9 +203,17 @@ def _replay(
         _play(allocator, step.events, {})
 
 
-def _runs_with_retries(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> bool:
-    """Whether a step that reserves more than there is may run nevertheless."""
+def runs_with_retries(
+    found: Peak, start_up: StartUp, step: RecordedStep, device: DeviceLimits
+) -> bool:
+    """Whether a step with this peak reserves more than there is, and may run nevertheless."""
     capacity = int(device.perhaps_usable_bytes / device.correction)
+    if (
+        not device.caching
+        or device.verdict(found.reserved) != DOES_NOT_FIT
+        or found.live > capacity
+    ):
+        return False
     try:
         _replay(LimitedAllocator(capacity, device.expandable), start_up, step, device)
     except OutOfMemory:
