@@ -28,6 +28,7 @@ from torchtune_adaptive.common import (
 )
 from torchtune_adaptive.core import StepOptions, TrainStep
 from torchtune_adaptive.library import checks
+from torchtune_adaptive.library.experts import EVEN, WORST, Routing
 from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
 from torchtune_adaptive.library.search import CheckedBatch
 from torchtune_adaptive.library.summed_loss import SummedLoss
@@ -57,6 +58,26 @@ _ANY_LENGTH = 1
 
 
 @dataclass(frozen=True)
+class RoutedPlan:
+    """The memory of a mixture of experts where its routers send tokens in one way."""
+
+    peak: int
+    """The peak, in bytes."""
+    largest: int
+    """The largest micro-batch that fits."""
+
+
+@dataclass(frozen=True)
+class ExpertsPlan:
+    """The memory of a mixture of experts, by where its routers send tokens; mostly it does not matter."""
+
+    even: RoutedPlan
+    """All experts get as many rows."""
+    worst: RoutedPlan
+    """All tokens go to the same experts."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """The memory and the time that a training step will take."""
 
@@ -75,6 +96,9 @@ class Plan:
     speed: Speed | None = None
     """The speed at ``rows``: tokens or rows per second, utilization, where the time goes, and how far off it
     may be; None if nothing is known about the device's."""
+    experts: ExpertsPlan | None = None
+    """The memory of a mixture of experts by its routing, of which the plan has the one that takes more; None
+    for other models. The speed is that of even routing."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +240,22 @@ def _answer(question: StepQuestion) -> Plan:
     asked = question.asked
     if asked.device.caching:
         check_sums()
-    steps = StepsOfModel(question)
+    steps = StepsOfModel(question, EVEN)
+    even = _found(steps, question)
+    if not steps.has_experts:
+        return even
+    worst = even
+    if steps.routing_matters:
+        log.info("Memory follows from how many rows each expert gets: tracing the worst case, too.")
+        worst = _found(StepsOfModel(question, WORST), question)
+    more = max(even, worst, key=lambda plan: plan.peak)
+    experts = ExpertsPlan(*(RoutedPlan(each.peak, each.largest) for each in (even, worst)))
+    least = min(even.largest, worst.largest)
+    return replace(more, largest=least, speed=even.speed, experts=experts)
+
+
+def _found(steps: StepsOfModel, question: StepQuestion) -> Plan:
+    asked = question.asked
     if asked.pace is not None:
         asked = replace(asked, pace=replace(asked.pace, compiled=bool(steps.as_written)))
     found = TracedRun(steps, _ANY_LENGTH).answer(asked)
@@ -232,14 +271,14 @@ def _answer(question: StepQuestion) -> Plan:
 
 
 class StepsOfModel:
-    """The steps of one question, each traced once."""
+    """The steps of one question with one ``routing`` of experts, each traced once."""
 
     compiled = False
     """Whether memory is that of compiled code; it is not, whatever is compiled."""
 
-    def __init__(self, question: StepQuestion) -> None:
+    def __init__(self, question: StepQuestion, routing: str) -> None:
         self._tracer = AnyDepth(
-            lambda shorten: _ModelTracer(question, shorten),
+            lambda shorten: _ModelTracer(question, shorten, routing),
             lambda tracer: tracer.take_step(TracedRun.ROWS[0]),
         )
         self._start_up = self._tracer.start_up()
@@ -256,6 +295,16 @@ class StepsOfModel:
     noted = step
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return bool(self._tracer.any.routing.experts)
+
+    @property
+    def routing_matters(self) -> bool:
+        """Whether another routing may take other memory."""
+        return self._tracer.any.routing.asked
+
+    @property
     def as_written(self) -> str:
         return _AS_WRITTEN if self._tracer.any.compiles else ""
 
@@ -263,7 +312,9 @@ class StepsOfModel:
 class _ModelTracer(StepTracer):
     """One rank of a run with a model that the user builds, of which a function removes layers."""
 
-    def __init__(self, question: StepQuestion, shorten: Callable[[nn.Module], None]) -> None:
+    def __init__(
+        self, question: StepQuestion, shorten: Callable[[nn.Module], None], routing: str
+    ) -> None:
         super().__init__(not question.asked.device.caching, 0, question.ranks)
         self.compiles = False
         _only_wrap()
@@ -273,6 +324,8 @@ class _ModelTracer(StepTracer):
         self._accumulation = min(question.asked.micro_batches, 2)  # later ones are like the second
         model = self._built(question.build)
         shorten(model)
+        self.routing = Routing(routing, model)
+        """What experts are told about the rows that they get."""
         with self.tracing():
             fill(model, self.device)
             optimizer = checks.plain_optimizer(question.optimizer(model.parameters()))
@@ -291,11 +344,12 @@ class _ModelTracer(StepTracer):
 
     def take_step(self, rows: int) -> RecordedStep:
         made = self._batch(rows)
-        return self.trace(
-            lambda: tree_map_only(torch.Tensor, self._fake.from_tensor, made),
-            self._accumulation,
-            lambda: 0,  # what is repeated is seen anyway, and which layer it is does not matter
-        )
+        with self.routing if self.routing.experts else nullcontext():
+            return self.trace(
+                lambda: tree_map_only(torch.Tensor, self._fake.from_tensor, made),
+                self._accumulation,
+                lambda: 0,  # what is repeated is seen anyway, and which layer it is does not matter
+            )
 
     def _built(self, build: Callable[[], nn.Module]) -> nn.Module:
         try:

@@ -25,7 +25,7 @@ ALL_LINEAR = "all-linear"
 
 class Traceable(TorchFunctionMode):
     """What models of transformers do and a trace cannot: torch makes no tensors of lists that index one for
-    a device that is not real, and fake tensors have grouped products of bfloat16 only."""
+    a device that is not real."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.Tensor.__getitem__:
@@ -33,13 +33,6 @@ class Traceable(TorchFunctionMode):
             if isinstance(at, tuple):
                 at = tuple(torch.tensor(one) if isinstance(one, list) else one for one in at)
             return func(tensor, at)
-        name = getattr(func, "__name__", "")
-        if name in ("grouped_mm", "_grouped_mm") and args[1].dtype != torch.bfloat16:
-            dtype = str(args[1].dtype).removeprefix("torch.")
-            raise NoPrediction(
-                f"dtype: {dtype} weights of experts, which autocast leaves as they are, cannot be traced. "
-                "Set dtype=bfloat16."
-            )
         return func(*args, **(kwargs or {}))
 
 

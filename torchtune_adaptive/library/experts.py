@@ -1,0 +1,116 @@
+"""Mixtures of experts while they are traced: how many rows each expert gets, which no trace knows.
+
+Fake tensors have shapes and no values. So what a trace finds is true wherever a router sends tokens, unless
+the model asks how many there are for an expert. Models of transformers (5.23) do where their experts are
+computed one after the other (``experts_implementation="eager"``); here is what they are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+EVEN, WORST = "even", "worst"
+"""Routings: all experts get as many rows, or all tokens go to the same experts, each with all tokens. All
+ranks but those of expert parallelism compute all experts for their own rows, so no routing takes more."""
+
+
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that hold the experts of a layer, as transformers names them."""
+    return [
+        one
+        for one in model.modules()
+        if type(one).__name__.endswith("Experts") and type(_number(one)) is int
+    ]
+
+
+def sizes_of(routing: str, tokens: int, chosen: int, experts: int) -> list[int]:
+    """The rows of each expert that gets some, where each token goes to so many ``chosen`` ones."""
+    if routing == WORST:
+        return [tokens] * chosen
+    each, more = divmod(tokens * chosen, experts)
+    return [size for number in range(experts) if (size := each + (number < more))]
+
+
+class Routing(TorchFunctionMode):
+    """Tells experts that are computed one after the other how many rows each of them gets.
+
+    Args:
+        routing: ``EVEN`` or ``WORST``.
+        model: the model, whose experts are to be told.
+    """
+
+    def __init__(self, routing: str, model: nn.Module) -> None:
+        super().__init__()
+        self.asked = False
+        """Whether an expert has asked, so that the trace is that of this routing and of no other."""
+        self._routing = routing
+        self._running: list[_Layer] = []
+        self.experts = experts_of(model)
+        """The modules with experts."""
+        for one in self.experts:
+            one.register_forward_pre_hook(self._begin, with_kwargs=True)
+            one.register_forward_hook(self._end, always_call=True)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self._running and name in ("nonzero", "where") and len(args) == 1:
+            self.asked = True
+            if args[0].dim() == 1 and name == "nonzero":
+                return self._running[-1].hit(args[0])
+            return self._running[-1].rows_of_next(args[0])
+        return func(*args, **kwargs)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        chosen = next((one for one in (*args, *kwargs.values()) if _is_choice(one)), None)
+        sizes = [] if chosen is None else sizes_of(self._routing, *chosen.shape, _number(module))
+        self._running.append(_Layer(sizes))
+
+    def _end(self, *_: Any) -> None:
+        self._running.pop()
+
+
+class _Layer:
+    """The experts of a layer whose forward pass runs."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self._sizes = sizes
+        self._next = iter(sizes)
+
+    def hit(self, counts: torch.Tensor) -> _Numbers:
+        """The experts that get rows; of all that are counted, the first ones."""
+        return _Numbers(counts.new_empty(len(self._sizes), 1, dtype=torch.long))
+
+    def rows_of_next(self, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The places in the mask of the rows of the next expert, as torch gives them."""
+        return mask.new_empty(next(self._next), mask.dim(), dtype=torch.long).unbind(1)
+
+
+class _Numbers:
+    """The numbers of experts: known to the host, and in memory of the device as well."""
+
+    def __init__(self, in_memory: torch.Tensor) -> None:
+        self._in_memory = in_memory
+
+    def __iter__(self) -> Iterator[tuple[int]]:
+        return iter([(number,) for number in range(len(self._in_memory))])
+
+
+def _is_choice(value: Any) -> bool:
+    """Whether it is the experts that a router has chosen for each token."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() == 2
+        and value.dtype in (torch.int32, torch.int64)
+    )
+
+
+def _number(module: nn.Module) -> Any:
+    """The number of experts that a module has."""
+    return getattr(module, "num_experts", None)
