@@ -7,17 +7,22 @@ computed one after the other (``experts_implementation="eager"``); here is what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from torchtune_adaptive.common import UsageError
+
 EVEN, WORST = "even", "worst"
 """Routings: all experts get as many rows, or all tokens go to the same experts, each with all tokens. All
 ranks but those of expert parallelism compute all experts for their own rows, so no routing takes more."""
+
+
+IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
+"""Ways in which transformers computes experts without other packages."""
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
@@ -35,6 +40,37 @@ def sizes_of(routing: str, tokens: int, chosen: int, experts: int) -> list[int]:
         return [tokens] * chosen
     each, more = divmod(tokens * chosen, experts)
     return [size for number in range(experts) if (size := each + (number < more))]
+
+
+def balance_weight(model: Any, asked: float | None) -> float:
+    """The weight of the loss that balances experts in a step of TRL (1.16), which is 0 if it has none:
+    what is asked for, or else what the model's config says."""
+    config = model.config.get_text_config()
+    if not hasattr(config, "output_router_logits"):
+        if asked:
+            raise UsageError(
+                f"router_aux_loss_coef: {asked}, but {type(model).__name__} has no routers whose logits it "
+                "returns. Leave it out."
+            )
+        return 0.0
+    weight = float(getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked)
+    if weight and not hasattr(config, "num_experts"):
+        raise UsageError(
+            f"router_aux_loss_coef: TRL 1.16 looks for num_experts in the model's config, and "
+            f"{type(config).__name__} has none, so training fails. Set router_aux_loss_coef=0."
+        )
+    return weight
+
+
+def balance_loss(model: Any, logits: Any, mask: torch.Tensor | None) -> torch.Tensor:
+    """The loss that balances experts, as TRL computes it of the logits of all routers."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config = model.config.get_text_config()
+    found: torch.Tensor = load_balancing_loss_func(
+        logits, config.num_experts, config.num_experts_per_tok, mask
+    )
+    return found
 
 
 class Routing(TorchFunctionMode):
@@ -85,7 +121,8 @@ class _Layer:
 
     def hit(self, counts: torch.Tensor) -> _Numbers:
         """The experts that get rows; of all that are counted, the first ones."""
-        return _Numbers(counts.new_empty(len(self._sizes), 1, dtype=torch.long))
+        in_memory = counts.new_empty(len(self._sizes), 1, dtype=torch.long)
+        return _Numbers(in_memory, [(number,) for number in range(len(self._sizes))])
 
     def rows_of_next(self, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The places in the mask of the rows of the next expert, as torch gives them."""
@@ -95,11 +132,14 @@ class _Layer:
 class _Numbers:
     """The numbers of experts: known to the host, and in memory of the device as well."""
 
-    def __init__(self, in_memory: torch.Tensor) -> None:
-        self._in_memory = in_memory
+    def __init__(self, in_memory: torch.Tensor, numbers: Sequence[tuple[int] | int]) -> None:
+        self._in_memory, self._numbers = in_memory, numbers
 
-    def __iter__(self) -> Iterator[tuple[int]]:
-        return iter([(number,) for number in range(len(self._in_memory))])
+    def __iter__(self) -> Iterator[tuple[int] | int]:
+        return iter(self._numbers)
+
+    def squeeze(self, _: int) -> _Numbers:
+        return _Numbers(self._in_memory, range(len(self._numbers)))
 
 
 def _is_choice(value: Any) -> bool:

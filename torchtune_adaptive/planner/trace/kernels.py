@@ -51,8 +51,8 @@ _NONE, _MEAN = 0, 1  # as aten counts reductions
 def _grouped_product(  # type: ignore[no-untyped-def]
     left, right, offs=None, bias=None, out_dtype=None
 ):
-    """A grouped product, whose rows are padded to 16 bytes (CPU and CUDA, torch 2.13). Fake tensors have those
-    of bfloat16 only; kernels are there for all types of 16 and 32 bits."""
+    """A grouped product, whose rows are padded to 16 bytes (CPU and CUDA, torch 2.13). Fake tensors have
+    those of bfloat16 only; there are kernels for all types of 16 and 32 bits."""
     shape: list[int] = [left.shape[-2], right.shape[-1]]
     if left.dim() == right.dim():
         shape.insert(0, offs.shape[0] if left.dim() == 2 else left.shape[0])
