@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from torchtune_adaptive.library import (
         AdaptiveStep,
         BatchSize,
+        ExpertsPlan,
         ForwardOnly,
         LayerCheckpointing,
         Outcome,
         Plan,
+        RoutedPlan,
         Speed,
         Steps,
         TransformersStep,

@@ -27,6 +27,8 @@ _ORDER = (
     "Outcome",
     "plan_batch_size",
     "Plan",
+    "ExpertsPlan",
+    "RoutedPlan",
     "Speed",
     "TransformersStep",
 )

@@ -99,7 +99,7 @@ def test_every_key_of_accelerate_is_read_listed_or_refused(path: Path) -> None:
         ),
         (
             "axolotl/lora",
-            {"lora": True, "r": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
+            {"lora": True, "r": 32, "lora_dropout": 0.05, "target_modules": "linear-layers"}
             | {"optim": "adamw_torch", "padded": False, "gradient_checkpointing": True},
         ),
         (

@@ -25,7 +25,7 @@ from torchtune_adaptive.common import (
 from torchtune_adaptive.planner import DeviceLimits, gpus, planned_gpu
 
 if TYPE_CHECKING:
-    from torchtune_adaptive.library import Plan, TransformersStep
+    from torchtune_adaptive.library import ExpertsPlan, Plan, TransformersStep
 
 _HEADROOM = 0.05
 _NOT_SETTINGS = ("folder", "load_in_4bit", "lora", "ranks", "trainer")
@@ -115,8 +115,10 @@ def _settings(words: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
             reason = "is not a setting of this step" if equals else "is not an override"
             raise ConfigError("KEY=VALUE", word, reason, f"Write one of {', '.join(known)}")
         settings[key] = value.split(",") if "," in value else yaml.safe_load(value)
-    if isinstance(targets := settings.get("target_modules"), str) and targets != "all-linear":
-        settings["target_modules"] = [targets]
+    for key in ("target_modules", "target_parameters"):
+        given = settings.get(key)
+        if isinstance(given, str) and given not in ("all-linear", "linear-layers"):
+            settings[key] = [given]
     return settings
 
 
@@ -136,8 +138,13 @@ def _blocks(
         f"peak {peak}. {largest}",
         f"{subject(file) if file else step.trainer} on {devices}, {rows_of}",
     ]
+    if plan.experts and plan.experts.differ:
+        lines.append(_by_routing(plan.experts))
     if file:
         lines.append(advice(file, plan.rows, step.gradient_accumulation_steps, plan.largest))
+    assumed = plan.assumptions
+    if plan.experts and not plan.experts.differ:
+        assumed = (*assumed, "experts: wherever routers send tokens, memory is the same")
     parts = sorted(plan.parts.items(), key=lambda part: -part[1])
     rows = [(name, human_bytes(size)) for name, size in parts if size >= 1 << 20]
     rows.append(("held by the allocator", human_bytes(plan.peak)))
@@ -145,5 +152,13 @@ def _blocks(
     return [
         Paragraph(lines, important=True),
         Table("", header, rows, right={1}),
-        Listing("What is planned", plan.assumptions),
+        Listing("What is planned", assumed),
     ]
+
+
+def _by_routing(experts: ExpertsPlan) -> str:
+    even, worst = experts.even, experts.worst
+    return (
+        f"Experts: {human_bytes(even.peak)} where all get as many tokens, {human_bytes(worst.peak)} where "
+        f"all tokens go to the same; largest that fits: {even.largest} and {worst.largest}."
+    )

@@ -105,7 +105,8 @@ class Routing(TorchFunctionMode):
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         chosen = next((one for one in (*args, *kwargs.values()) if _is_choice(one)), None)
-        sizes = [] if chosen is None else sizes_of(self._routing, *chosen.shape, _number(module))
+        tokens, most = (0, 0) if chosen is None else chosen.shape
+        sizes = sizes_of(self._routing, tokens, most, _number(module))
         self._running.append(_Layer(sizes))
 
     def _end(self, *_: Any) -> None:

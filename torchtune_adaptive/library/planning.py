@@ -76,6 +76,11 @@ class ExpertsPlan:
     worst: RoutedPlan
     """All tokens go to the same experts."""
 
+    @property
+    def differ(self) -> bool:
+        """Whether routing changes the memory."""
+        return self.even != self.worst
+
 
 @dataclass(frozen=True)
 class Plan:

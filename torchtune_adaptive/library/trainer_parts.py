@@ -24,8 +24,8 @@ from torchtune_adaptive.library.expert_adapters import (
 from torchtune_adaptive.library.four_bit import FourBitLinear
 from torchtune_adaptive.library.private import tree_map_only
 
-ALL_LINEAR = "all-linear"
-"""What stands for all linear layers but the head."""
+ALL_LINEAR, LINEAR_LAYERS = "all-linear", "linear-layers"
+"""What stands for all linear layers but the head: for PEFT, those of transformers 4 are among them."""
 
 
 class Traceable(TorchFunctionMode):
@@ -139,7 +139,7 @@ class Adapters(NamedTuple):
     """The adapters that a model is to have."""
 
     modules: str | Sequence[str]
-    """The linear layers that get some, by name, or ``all-linear``."""
+    """The linear layers that get some, by name, ``all-linear`` or ``linear-layers``."""
     r: int
     dropout: float = 0.0
     dtype: torch.dtype = torch.float32
@@ -158,9 +158,9 @@ def adapt(model: Any, adapters: Adapters) -> None:
         if isinstance(module, (nn.Linear, FourBitLinear)) and module is not head
     }
     names = {name.rpartition(".")[2] for name in layers}
-    everywhere = adapters.modules == ALL_LINEAR
-    wanted = names if everywhere else set(adapters.modules)
-    wanted, ranks = parameter_targets(model, wanted, everywhere, adapters.r)
+    everywhere = adapters.modules in (ALL_LINEAR, LINEAR_LAYERS)
+    asked = names if everywhere else set(adapters.modules)
+    wanted, ranks = parameter_targets(model, asked, adapters.modules == ALL_LINEAR, adapters.r)
     ranks |= dict.fromkeys(adapters.parameters, adapters.r)
     if unknown := sorted(wanted - names):
         raise UsageError(

@@ -66,6 +66,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "prepare_for_kbit_training": (None, True, False),
     "optim": OPTIMIZERS,
     "experts_implementation": (None, *IMPLEMENTATIONS),
+    "output_router_logits": (None, True, False),
     **dict.fromkeys(
         (
             *("padded", "packing", "fp16", "gradient_checkpointing", "lora", "load_in_4bit"),
@@ -130,7 +131,8 @@ class TransformersStep:
     """The share of an adapter's inputs that is dropped."""
     target_modules: str | Sequence[str] = ALL_LINEAR
     """The linear layers that get adapters, by name, or ``all-linear``. As with PEFT, those that experts had
-    in transformers 4 stand for the tensors that they have now."""
+    in transformers 4 stand for the tensors that they have now. ``linear-layers`` are those of today only, as
+    Axolotl and LLaMA-Factory list them."""
     target_parameters: Sequence[str] = ()
     """Parameters that get adapters, by the ends of their names, such as ``experts.down_proj``."""
     load_in_4bit: bool = False
@@ -149,7 +151,9 @@ class TransformersStep:
     ``batched_mm`` or ``eager``."""
     router_aux_loss_coef: float | None = None
     """The weight of the loss that balances experts, with TRL's trainers; by default, that of the model's
-    config, and 0 is without it. ``Trainer`` has it where the config says ``output_router_logits``."""
+    config, and 0 is without it."""
+    output_router_logits: bool | None = None
+    """Whether ``Trainer`` adds that loss; by default, what the model's config says."""
     ranks: int = 1
     """The number of ranks."""
     fsdp: bool = False
@@ -176,10 +180,16 @@ class TransformersStep:
                 "packing: FlashAttention, which keeps packed samples apart, has no kernels for float32. Set "
                 "bf16=True or dtype=bfloat16."
             )
-        if self.router_aux_loss_coef is not None and self.trainer == PLAIN:
+        if self.router_aux_loss_coef is not None:
+            arguments.weight("router_aux_loss_coef", self.router_aux_loss_coef)
+            if self.trainer == PLAIN:
+                raise UsageError(
+                    "router_aux_loss_coef: Trainer has no such argument. Set output_router_logits=True, "
+                    "which turns the loss on."
+                )
+        if self.output_router_logits is not None and self.trainer != PLAIN:
             raise UsageError(
-                "router_aux_loss_coef: Trainer has no such argument. Set output_router_logits in the model's "
-                "config.json, which turns the loss on."
+                f"output_router_logits: {self.trainer} decides by router_aux_loss_coef. Set that."
             )
         if self.fp16 and self.bf16:
             raise UsageError("fp16: the model computes in one type. Leave bf16 out.")
@@ -378,11 +388,13 @@ class TransformersStep:
         """The loss of a micro-batch."""
         prepared = built.module if isinstance(built, DistributedDataParallel) else built
         assert isinstance(prepared, _Prepared)
-        model = prepared.models[0]
+        model: Any = prepared.models[0]
         tokens, labels = batch["input_ids"], batch["labels"]
         if self.trainer == PLAIN:
             with self._mixed_precision():
-                found = model(input_ids=tokens, labels=labels, use_cache=False)
+                balanced = getattr(model.config.get_text_config(), "output_router_logits", False)
+                mask = {"attention_mask": batch["attention_mask"]} if balanced else {}
+                found = model(input_ids=tokens, labels=labels, use_cache=False, **mask)
             if self._half:
                 found.logits = found.logits.float()  # accelerate's, of every output
             loss: torch.Tensor = found.loss
@@ -421,16 +433,31 @@ class TransformersStep:
             config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
             if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
                 dtype = getattr(torch, self.dtype)
+                self._ask_for_balance(config)
                 how = self.experts_implementation
                 options = {"experts_implementation": how} if how else {}
                 return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
             reason = f"it has no causal language model of type {config.model_type}"
+        except UsageError:
+            raise
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise NoPrediction(
             f"transformers {version('transformers')} cannot make a model from {self.folder}: {reason}. Use a "
             "newer transformers, install what it asks for, or give another model."
         )
+
+    def _ask_for_balance(self, config: Any) -> None:
+        """Let ``Trainer``'s model add the loss that balances experts, or not, as asked for."""
+        if self.output_router_logits is None:
+            return
+        text = config.get_text_config()
+        if not hasattr(text, "output_router_logits"):
+            raise UsageError(
+                f"output_router_logits: {type(text).__name__} has no such setting, so its model adds no loss "
+                "that balances experts. Leave it out."
+            )
+        text.output_router_logits = self.output_router_logits
 
     def _mask(
         self, *, batch_size: int, kv_length: int, device: torch.device, **_: Any
