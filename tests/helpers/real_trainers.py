@@ -249,12 +249,25 @@ def beside_weights(model: Any) -> list[Any]:
     return [one for one in found if one is not None]
 
 
+def trainer_and_arguments(name: str) -> tuple[Any, Any]:
+    """A trainer's class, and that of its arguments."""
+    if name == "Trainer":
+        import transformers
+
+        return transformers.Trainer, transformers.TrainingArguments
+    import trl
+
+    kinds = {
+        "SFTTrainer": (trl.SFTTrainer, trl.SFTConfig),
+        "DPOTrainer": (trl.DPOTrainer, trl.DPOConfig),
+    }
+    return kinds[name]
+
+
 def measured(case: dict[str, Any]) -> int:
     """The peak of the third step of the real trainer."""
     import torch
     import transformers
-    import trl
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     from torchtune_adaptive.core.device.simulated import SimulatedMemory
 
@@ -271,6 +284,8 @@ def measured(case: dict[str, Any]) -> int:
     arguments |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     more: dict[str, Any] = {}
     if case.get("lora"):
+        from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
         targets = case.get("target_modules", "all-linear")
         targets = targets if isinstance(targets, str) else list(targets)
         adapters = LoraConfig(
@@ -297,12 +312,7 @@ def measured(case: dict[str, Any]) -> int:
             gc.collect()
             memory.watch()
 
-    kinds = {
-        "Trainer": (transformers.Trainer, transformers.TrainingArguments),
-        "SFTTrainer": (trl.SFTTrainer, trl.SFTConfig),
-        "DPOTrainer": (trl.DPOTrainer, trl.DPOConfig),
-    }
-    kind, config = kinds[name]
+    kind, config = trainer_and_arguments(name)
     trainer = kind(
         model=model,
         args=config("out", **arguments),
