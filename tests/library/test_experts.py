@@ -83,6 +83,12 @@ def operations(folder: Path, routing: str, implementation: str | None) -> list[O
     return found
 
 
+def planned_for_a_gpu(folder: Path, settings: dict[str, Any]) -> planning.Plan:
+    vars(planning)["call_alone"] = lambda work, question, timeout: work(question)
+    step = TransformersStep(folder=str(folder), max_length=LENGTH, **settings)
+    return step.plan(gpu="h100-80gb", ceiling=8)
+
+
 def measured(folder: Path, routing: str, settings: dict[str, Any]) -> int:
     """The peak of the same step on real tensors, whose routers are set, on the simulated device."""
     step = TransformersStep(folder=str(folder), max_length=LENGTH, **settings)
@@ -142,7 +148,10 @@ def test_all_implementations_compute_as_much(
 
 def test_routing_changes_memory_only_where_experts_ask(call: Any, folder: Path) -> None:
     for implementation in (None, "batched_mm", "eager"):
+        # Checkpointing asks in backward again.
+        again = implementation != "batched_mm"
         settings = {**PLAIN, "experts_implementation": implementation}
+        settings["gradient_checkpointing"] = again
         found = call(planned, folder, settings).result(200)
         assert found.experts is not None
         assert found.experts.differ is (implementation == "eager")
@@ -150,6 +159,20 @@ def test_routing_changes_memory_only_where_experts_ask(call: Any, folder: Path) 
         assert found.peak == max(peaks.values()) and found.experts.worst.largest == 8
         for routing, peak in peaks.items():
             assert peak == call(measured, folder, routing, settings).result(200)  # to the byte
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"experts_implementation": "eager", "ranks": 2, "fsdp": True},
+        {"lora": True, "dtype": "bfloat16", "ranks": 2, "fsdp": True},
+        {"lora": True, "load_in_4bit": True, "dtype": "bfloat16", "ranks": 2},
+    ],
+    ids=["one by one", "adapters", "4 bits"],
+)
+def test_several_gpus_have_a_plan(settings: dict[str, Any], call: Any, folder: Path) -> None:
+    found = call(planned_for_a_gpu, folder, settings).result(200)
+    assert found.experts is not None and 0 < found.peak < 1 << 30 and found.largest == 8
 
 
 def test_a_dense_model_has_no_experts(call: Any, tmp_path: Path) -> None:
@@ -211,14 +234,21 @@ class LoopedExperts(nn.Module):
 def test_experts_are_told_what_values_would_have_said() -> None:
     chosen = torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3]])
     real = [(int(number), rows) for number, rows in LoopedExperts()(torch.ones(4, 3), chosen)]
-    told = LoopedExperts()
-    with Routing(EVEN, told) as routing:
-        assert told(torch.ones(4, 3), chosen) == real
-    assert routing.asked
-    told = LoopedExperts()
-    with Routing(WORST, told):
-        assert told(torch.ones(4, 3), chosen) == [(0, 4), (1, 4)]
+    for routing, expected in ((EVEN, real), (WORST, [(0, 4), (1, 4)])):
+        told = LoopedExperts()
+        counts = Routing(routing, told)
+        assert counts.experts == [told] and not counts.asked
+        assert told(torch.ones(4, 3), chosen) == expected
+        assert counts.asked
         assert torch.ones(3).nonzero().shape == (3, 1), "outside of experts it is torch's"
+
+
+def test_what_ends_early_is_told_no_more() -> None:
+    told = LoopedExperts()
+    Routing(EVEN, told)
+    with pytest.raises(RuntimeError):
+        told(torch.ones(4, 3), torch.full((4, 2), -1))
+    assert torch.ones(3).nonzero().shape == (3, 1)
 
 
 @pytest.mark.exhaustive

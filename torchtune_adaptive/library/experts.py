@@ -73,61 +73,60 @@ def balance_loss(model: Any, logits: Any, mask: torch.Tensor | None) -> torch.Te
     return found
 
 
-class Routing(TorchFunctionMode):
+class Routing:
     """Tells experts that are computed one after the other how many rows each of them gets.
 
     Args:
         routing: ``EVEN`` or ``WORST``.
-        model: the model, whose experts are to be told.
+        model: the model, whose experts are to be told from now on.
     """
 
     def __init__(self, routing: str, model: nn.Module) -> None:
-        super().__init__()
-        self.asked = False
-        """Whether an expert has asked, so that the trace is that of this routing and of no other."""
         self._routing = routing
         self._running: list[_Layer] = []
+        self._told: list[_Layer] = []
         self.experts = experts_of(model)
         """The modules with experts."""
         for one in self.experts:
             one.register_forward_pre_hook(self._begin, with_kwargs=True)
             one.register_forward_hook(self._end, always_call=True)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if self._running and name in ("nonzero", "where") and len(args) == 1:
-            self.asked = True
-            if args[0].dim() == 1 and name == "nonzero":
-                return self._running[-1].hit(args[0])
-            return self._running[-1].rows_of_next(args[0])
-        return func(*args, **kwargs)
+    @property
+    def asked(self) -> bool:
+        """Whether an expert has asked, so that what was traced is of this routing and of no other."""
+        return bool(self._told)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         chosen = next((one for one in (*args, *kwargs.values()) if _is_choice(one)), None)
         tokens, most = (0, 0) if chosen is None else chosen.shape
         sizes = sizes_of(self._routing, tokens, most, _number(module))
-        self._running.append(_Layer(sizes))
+        # Not around the step: a mode is off in backward, where checkpointing runs layers again.
+        self._running.append(_Layer(sizes, self._told).__enter__())
 
     def _end(self, *_: Any) -> None:
-        self._running.pop()
+        self._running.pop().__exit__(None, None, None)
 
 
-class _Layer:
-    """The experts of a layer whose forward pass runs."""
+class _Layer(TorchFunctionMode):
+    """The experts of a layer whose forward pass runs, with the rows of each that gets some."""
 
-    def __init__(self, sizes: list[int]) -> None:
-        self._sizes = sizes
+    def __init__(self, sizes: list[int], told: list[_Layer]) -> None:
+        super().__init__()
+        self._sizes, self._told = sizes, told
         self._next = iter(sizes)
 
-    def hit(self, counts: torch.Tensor) -> _Numbers:
-        """The experts that get rows; of all that are counted, the first ones."""
-        in_memory = counts.new_empty(len(self._sizes), 1, dtype=torch.long)
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name not in ("nonzero", "where") or len(args) != 1:
+            return func(*args, **kwargs)
+        self._told[:] = [self]
+        mask: torch.Tensor = args[0]
+        if mask.dim() > 1 or name == "where":
+            return mask.new_empty(next(self._next), mask.dim(), dtype=torch.long).unbind(1)
+        # Which experts those are does not matter: they are as large.
+        in_memory = mask.new_empty(len(self._sizes), 1, dtype=torch.long)
         return _Numbers(in_memory, [(number,) for number in range(len(self._sizes))])
-
-    def rows_of_next(self, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The places in the mask of the rows of the next expert, as torch gives them."""
-        return mask.new_empty(next(self._next), mask.dim(), dtype=torch.long).unbind(1)
 
 
 class _Numbers:

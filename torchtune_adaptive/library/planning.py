@@ -349,12 +349,11 @@ class _ModelTracer(StepTracer):
 
     def take_step(self, rows: int) -> RecordedStep:
         made = self._batch(rows)
-        with self.routing if self.routing.experts else nullcontext():
-            return self.trace(
-                lambda: tree_map_only(torch.Tensor, self._fake.from_tensor, made),
-                self._accumulation,
-                lambda: 0,  # what is repeated is seen anyway, and which layer it is does not matter
-            )
+        return self.trace(
+            lambda: tree_map_only(torch.Tensor, self._fake.from_tensor, made),
+            self._accumulation,
+            lambda: 0,  # what is repeated is seen anyway, and which layer it is does not matter
+        )
 
     def _built(self, build: Callable[[], nn.Module]) -> nn.Module:
         try:
