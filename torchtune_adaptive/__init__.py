@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from torchtune_adaptive.library import (
         AdaptiveStep,
         BatchSize,
-        ExpertsPlan,
         ForwardOnly,
         LayerCheckpointing,
         Outcome,
         Plan,
-        RoutedPlan,
         Speed,
         Steps,
         TransformersStep,

@@ -27,8 +27,6 @@ _ORDER = (
     "Outcome",
     "plan_batch_size",
     "Plan",
-    "ExpertsPlan",
-    "RoutedPlan",
     "Speed",
     "TransformersStep",
 )

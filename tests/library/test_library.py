@@ -49,8 +49,6 @@ SIGNATURES = {
     "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, "
     "length=1, timeout=600.0)",
     "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None, experts=None)",
-    "ExpertsPlan": "(even, worst)",
-    "RoutedPlan": "(peak, largest)",
     "steps_of": "(data, rows=None, *, global_rows=None, epoch=0, shuffle=True, seed=0, start=0, mesh=None)",
     "Steps.state_dict": "(self)",
     "Steps.load_state_dict": "(self, state)",

@@ -25,7 +25,7 @@ from torchtune_adaptive.common import (
 from torchtune_adaptive.planner import DeviceLimits, gpus, planned_gpu
 
 if TYPE_CHECKING:
-    from torchtune_adaptive.library import ExpertsPlan, Plan, TransformersStep
+    from torchtune_adaptive.library import Plan, TransformersStep
 
 _HEADROOM = 0.05
 _NOT_SETTINGS = ("folder", "load_in_4bit", "lora", "ranks", "trainer")
@@ -139,7 +139,11 @@ def _blocks(
         f"{subject(file) if file else step.trainer} on {devices}, {rows_of}",
     ]
     if plan.experts and plan.experts.differ:
-        lines.append(_by_routing(plan.experts))
+        even, worst = plan.experts.even, plan.experts.worst
+        lines.append(
+            f"Experts: {human_bytes(even.peak)} where all get as many tokens, {human_bytes(worst.peak)} "
+            f"where all tokens go to the same; largest that fits: {even.largest} and {worst.largest}."
+        )
     if file:
         lines.append(advice(file, plan.rows, step.gradient_accumulation_steps, plan.largest))
     assumed = plan.assumptions
@@ -154,11 +158,3 @@ def _blocks(
         Table("", header, rows, right={1}),
         Listing("What is planned", assumed),
     ]
-
-
-def _by_routing(experts: ExpertsPlan) -> str:
-    even, worst = experts.even, experts.worst
-    return (
-        f"Experts: {human_bytes(even.peak)} where all get as many tokens, {human_bytes(worst.peak)} where "
-        f"all tokens go to the same; largest that fits: {even.largest} and {worst.largest}."
-    )

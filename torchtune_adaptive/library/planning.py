@@ -102,8 +102,9 @@ class Plan:
     """The speed at ``rows``: tokens or rows per second, utilization, where the time goes, and how far off it
     may be; None if nothing is known about the device's."""
     experts: ExpertsPlan | None = None
-    """The memory of a mixture of experts by its routing, of which the plan has the one that takes more; None
-    for other models. The speed is that of even routing."""
+    """What a mixture of experts takes where routers send as many tokens to all (``experts.even``) and where
+    they send all to the same (``experts.worst``): each has a ``peak`` and a ``largest``. The plan is that of
+    the higher peak, and its speed is that of even routing. None for other models."""
 
 
 @dataclass(frozen=True)
