@@ -21,6 +21,7 @@ from tests.helpers.real_trainers import route
 from tests.helpers.torchvision import FOLDER
 from torchtune_adaptive import AdaptiveStep, NoPrediction, TransformersStep, UsageError
 from torchtune_adaptive.library import planning
+from torchtune_adaptive.library.expert_adapters import AdaptedParameter
 from torchtune_adaptive.library.experts import EVEN, WORST, Routing, sizes_of
 from torchtune_adaptive.planner.speed.operations import GEMM, Operation
 from torchtune_adaptive.planner.workers import processes
@@ -218,6 +219,39 @@ def test_rows_of_experts(tokens: int, chosen: int, experts: int) -> None:
     assert sum(even) == sum(worst) == tokens * chosen
     assert max(even) - min(even) <= 1 and worst == [tokens] * chosen
     assert len(even) == min(experts, tokens * chosen)
+
+
+class Weights(nn.Module):
+    """What shows which weight it computes with."""
+
+    def __init__(self, *shape: int, is_transposed: bool = False) -> None:
+        super().__init__()
+        self.weight, self.is_transposed = nn.Parameter(torch.zeros(shape)), is_transposed
+
+    def forward(self) -> torch.Tensor:
+        return self.weight + 0
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("shape", [(3, 4, 6), (3, 4, 4), (4, 6)])
+def test_an_adapter_adds_the_product_of_its_factors(
+    shape: tuple[int, ...], is_transposed: bool
+) -> None:
+    holder = Weights(*shape, is_transposed=is_transposed).requires_grad_(False)
+    adapted = AdaptedParameter(holder, "weight", 2, torch.float32)
+    number = shape[0] if len(shape) == 3 else 1
+    down = adapted.lora_a.weight.view(number, 2, -1)
+    up = adapted.lora_b.weight.view(-1, 2, number).permute(2, 0, 1)
+    added = 2.0 * up @ down
+    if is_transposed and len(shape) == 3:
+        added = added.transpose(1, 2)
+    found = adapted()
+    torch.testing.assert_close(found, added.view(shape))
+    found.sum().backward()
+    assert adapted.lora_a.weight.grad is not None and holder.weight.grad is None
+    assert isinstance(holder.weight, nn.Parameter) and not holder.weight.requires_grad
+    adapted.enabled = False
+    assert not adapted().any()
 
 
 class LoopedExperts(nn.Module):

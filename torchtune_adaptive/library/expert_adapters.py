@@ -48,13 +48,9 @@ class AdaptedParameter(HasAdapter):
         super().__init__()
         self.base, self.name = base, name
         shape = self._holder().get_parameter(name).shape
-        if len(shape) == 3:
-            self.experts, inputs, outputs = shape
-            if not getattr(self._holder(), "is_transposed", False):
-                inputs, outputs = outputs, inputs
-        else:
-            self.experts, (outputs, inputs) = 1, shape
-        self.turned = inputs == shape[-2] and len(shape) == 3
+        self.experts = shape[0] if len(shape) == 3 else 1
+        self.turned = len(shape) == 3 and getattr(self._holder(), "is_transposed", False)
+        inputs, outputs = shape[-2:] if self.turned else reversed(shape[-2:])
         self.lora_a = nn.Linear(inputs, r * self.experts, bias=False, dtype=dtype)
         self.lora_b = nn.Linear(r * self.experts, outputs, bias=False, dtype=dtype)
 
