@@ -99,7 +99,7 @@ def test_every_key_of_accelerate_is_read_listed_or_refused(path: Path) -> None:
         ),
         (
             "axolotl/lora",
-            {"lora": True, "r": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
+            {"lora": True, "r": 32, "lora_dropout": 0.05, "target_modules": "linear-layers"}
             | {"optim": "adamw_torch", "padded": False, "gradient_checkpointing": True},
         ),
         (
@@ -178,6 +178,25 @@ def test_weights_of_4_bits_are_as_each_trainer_leaves_them() -> None:
     single = "bnb_config_kwargs.bnb_4bit_use_double_quant=false"
     found = settings(path, "adapter=qlora", "load_in_4bit=true", single)
     assert found["bnb_4bit_use_double_quant"] is False
+
+
+def test_experts_are_computed_as_each_trainer_has_them(tmp_path: Path) -> None:
+    kernels = {"plugins": ["axolotl.integrations.kernels.KernelsPlugin"]}
+    for changes, expected in (
+        ({}, None),
+        ({"experts_implementation": "batched_mm"}, "batched_mm"),
+        (kernels, "eager"),
+        ({**kernels, "experts_implementation": "grouped_mm"}, "grouped_mm"),
+    ):
+        found = settings(changed(tmp_path, "axolotl/lora", **changes))
+        assert found.get("experts_implementation") == expected
+    found = settings(changed(tmp_path, "llama_factory/lora_sft", moe_aux_loss_coef=0.001))
+    assert found["output_router_logits"] is True
+    assert "output_router_logits" not in settings(FOLDER / "llama_factory/lora_sft.yaml")
+    more = {"router_aux_loss_coef": 0.0, "lora_target_parameters": ["experts.down_proj"]}
+    found = settings(changed(tmp_path, "trl_sft/lora", **more))
+    assert found["router_aux_loss_coef"] == 0.0
+    assert found["target_parameters"] == ["experts.down_proj"]
 
 
 def test_full_training_of_llama_factory_has_float32_weights() -> None:

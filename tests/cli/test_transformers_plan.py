@@ -14,6 +14,7 @@ from torchtune_adaptive.cli import plan_command as plan_module
 from torchtune_adaptive.cli.plan_options import add_arguments, parsed, plan_command
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.library import Plan, TransformersStep, transformers_step
+from torchtune_adaptive.library.planning import ExpertsPlan, RoutedPlan
 from torchtune_adaptive.recipe import PlanRequest
 
 GIB = 1 << 30
@@ -82,6 +83,43 @@ def test_json_and_status(tmp_path: Path, steps: Any, capsys: pytest.CaptureFixtu
     assert printed["verdict"] == "DOES NOT FIT" and printed["largest"] == 24
     assert printed["step"]["trainer"] == "SFTTrainer"
     assert any("rows: without padding" in line for line in printed["assumptions"])
+
+
+def test_memory_by_routing_is_said_apart_where_it_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, even, worst = written(tmp_path, LLAMA_1B), RoutedPlan(8 * GIB, 9), RoutedPlan(GIB, 12)
+    experts = ExpertsPlan(even, even)
+
+    def plan(*_: Any, **__: Any) -> Plan:
+        return Plan(9, 8, 8 * GIB, {}, 70 * GIB, (), experts=experts)
+
+    monkeypatch.setattr(TransformersStep, "plan", plan)
+    monkeypatch.setattr(transformers_step, "version", lambda name: "5.23.0")
+    plan_command(asked(folder))
+    said = capsys.readouterr().out
+    assert "experts: wherever routers send tokens, memory is the same" in said
+    assert "Experts:" not in said
+    experts = ExpertsPlan(even, worst)
+    plan_command(asked(folder))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Experts: 8 GiB where all get as many tokens, 1 GiB where all tokens go to the" in said
+    assert "largest that fits: 9 and 12." in said and "memory is the same" not in said
+    plan_command(asked(folder, "--json"))
+    found = json.loads(capsys.readouterr().out)["experts"]
+    assert found["even"] == {"peak": 8 * GIB, "largest": 9}
+    assert found["worst"] == {"peak": GIB, "largest": 12}
+
+
+def test_experts_have_settings(tmp_path: Path, steps: Any) -> None:
+    folder = written(tmp_path, LLAMA_1B)
+    words = ("experts_implementation=eager", "target_parameters=experts.down_proj")
+    plan_command(asked(folder, *words, "router_aux_loss_coef=0", "target_modules=linear-layers"))
+    [(step, _)] = steps
+    assert step.experts_implementation == "eager" and step.router_aux_loss_coef == 0
+    assert (
+        step.target_parameters == ["experts.down_proj"] and step.target_modules == "linear-layers"
+    )
 
 
 @pytest.mark.parametrize(

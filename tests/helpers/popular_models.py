@@ -51,19 +51,19 @@ LATENT = {
 }
 
 FITS = "planned"
-HALF = "planned with `dtype=bfloat16`"
+UNBALANCED = "planned with `router_aux_loss_coef=0`, which TRL needs for it"
 PLAIN = "planned with `gradient_checkpointing=false`"
 TRAINER = "planned with `--trainer Trainer`: TRL needs a `base_model`, which it has not"
 LOOPS = "refused: tokens are computed one after the other"
 WORDS: dict[str, Sequence[str]] = {
     FITS: (),
-    HALF: ("dtype=bfloat16",),
+    UNBALANCED: ("router_aux_loss_coef=0",),
     PLAIN: ("gradient_checkpointing=false",),
     TRAINER: ("--trainer", "Trainer", "dtype=bfloat16", "bf16=true"),
 }
 """What the command needs to plan a model with that answer."""
 REFUSALS = {
-    HALF: "float32 weights of experts, which autocast leaves as they are, cannot be traced. Set dtype=b",
+    UNBALANCED: " has none, so training fails. Set router_aux_loss_coef=0",
     PLAIN: " does not support it. Set gradient_checkpointing=False",
     TRAINER: " has none. Use Trainer",
     LOOPS: "transformers computes its tokens one after the other",
@@ -90,23 +90,23 @@ POPULAR = [
     Popular("Qwen/Qwen2.5-7B-Instruct", "qwen2"),
     Popular("Qwen/Qwen3-0.6B", "qwen3", FITS, TIED),
     Popular("Qwen/Qwen3-8B", "qwen3"),
-    Popular("Qwen/Qwen1.5-MoE-A2.7B", "qwen2_moe", HALF),
-    Popular("Qwen/Qwen3-30B-A3B", "qwen3_moe", HALF),
-    Popular("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next", HALF),
+    Popular("Qwen/Qwen1.5-MoE-A2.7B", "qwen2_moe"),
+    Popular("Qwen/Qwen3-30B-A3B", "qwen3_moe"),
+    Popular("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next"),
     Popular("Qwen/Qwen3.5-27B", "qwen3_5_text"),
     Popular("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2"),
     Popular("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama"),
-    Popular("deepseek-ai/DeepSeek-V2-Lite", "deepseek_v2", HALF, {**LATENT, "q_lora_rank": None}),
+    Popular("deepseek-ai/DeepSeek-V2-Lite", "deepseek_v2", FITS, {**LATENT, "q_lora_rank": None}),
     Popular(
         "deepseek-ai/DeepSeek-V3",
         "deepseek_v3",
-        HALF,
+        FITS,
         {**LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     ),
     Popular("mistralai/Mistral-7B-v0.1", "mistral", FITS, {"sliding_window": 16}),
     Popular("mistralai/Mistral-Nemo-Base-2407", "mistral", FITS, {"head_dim": 32}),
     Popular("mistralai/Ministral-8B-Instruct-2410", "ministral"),
-    Popular("mistralai/Mixtral-8x7B-v0.1", "mixtral", HALF),
+    Popular("mistralai/Mixtral-8x7B-v0.1", "mixtral"),
     Popular("mistralai/Mamba-Codestral-7B-v0.1", "mamba2", FITS, {"num_heads": 8, "n_groups": 1}),
     Popular("google/gemma-2b", "gemma"),
     Popular("google/gemma-2-2b", "gemma2"),
@@ -117,17 +117,17 @@ POPULAR = [
     Popular("google/recurrentgemma-2b", "recurrent_gemma", LOOPS),
     Popular("microsoft/phi-2", "phi"),
     Popular("microsoft/Phi-3-mini-4k-instruct", "phi3"),
-    Popular("microsoft/Phi-3.5-MoE-instruct", "phimoe", HALF),
+    Popular("microsoft/Phi-3.5-MoE-instruct", "phimoe", UNBALANCED),
     Popular("microsoft/phi-4", "phi3"),
     Popular("microsoft/Phi-4-mini-instruct", "phi3", FITS, {**TIED, "partial_rotary_factor": 0.75}),
     Popular("zai-org/glm-4-9b-chat-hf", "glm"),
     Popular("zai-org/GLM-4-9B-0414", "glm4"),
-    Popular("zai-org/GLM-4.5-Air", "glm4_moe", HALF),
+    Popular("zai-org/GLM-4.5-Air", "glm4_moe"),
     Popular("allenai/OLMo-1B-hf", "olmo"),
     Popular("allenai/OLMo-2-1124-7B", "olmo2"),
     Popular("allenai/Olmo-3-7B-Instruct", "olmo3"),
-    Popular("allenai/OLMoE-1B-7B-0924", "olmoe", HALF),
-    Popular("openai/gpt-oss-20b", "gpt_oss", HALF),
+    Popular("allenai/OLMoE-1B-7B-0924", "olmoe"),
+    Popular("openai/gpt-oss-20b", "gpt_oss"),
     Popular("openai-community/gpt2", "gpt2"),
     Popular("openai-community/openai-gpt", "openai-gpt", PLAIN),
     Popular(
@@ -143,8 +143,8 @@ POPULAR = [
     Popular("bigcode/starcoder2-3b", "starcoder2"),
     Popular("Salesforce/codegen-350M-mono", "codegen", FITS, {"rotary_dim": 8}),
     Popular("ibm-granite/granite-3.0-8b-base", "granite"),
-    Popular("ibm-granite/granite-3.0-1b-a400m-base", "granitemoe", HALF),
-    Popular("ibm-granite/granite-4.0-h-tiny", "granitemoehybrid", HALF),
+    Popular("ibm-granite/granite-3.0-1b-a400m-base", "granitemoe", UNBALANCED),
+    Popular("ibm-granite/granite-4.0-h-tiny", "granitemoehybrid", UNBALANCED),
     Popular("CohereForAI/c4ai-command-r-v01", "cohere"),
     Popular("CohereLabs/c4ai-command-r7b-12-2024", "cohere2"),
     Popular("stabilityai/stablelm-3b-4e1t", "stablelm"),
@@ -163,7 +163,7 @@ POPULAR = [
     Popular("ByteDance-Seed/Seed-OSS-36B-Instruct", "seed_oss"),
     Popular("swiss-ai/Apertus-8B-Instruct-2509", "apertus"),
     Popular("arcee-ai/AFM-4.5B", "arcee"),
-    Popular("MiniMaxAI/MiniMax-M2", "minimax_m2", HALF),
+    Popular("MiniMaxAI/MiniMax-M2", "minimax_m2"),
 ]
 
 

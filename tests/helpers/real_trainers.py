@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,12 @@ DPO = {"trainer": "DPOTrainer", "per_device_train_batch_size": 2}
 FP16 = {"bf16": False, "fp16": True}
 HALF = {"dtype": "bfloat16"}
 QLORA = {**HALF, "lora": True, "load_in_4bit": True}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+EXPERTS |= {"router_aux_loss_coef": 0.01, "head_dim": 32, "vocab_size": 256}
+"""What a mixture of experts has besides, by the names of Qwen3-MoE: its peak is where experts run."""
+MOE = {"model_type": "qwen3_moe"}
+ONE_BY_ONE = {**PLAIN, **MOE, "experts_implementation": "eager", "bf16": False, "optim": "sgd"}
+EVEN, WORST = {"routing": "even"}, {"routing": "worst"}
 CASES: dict[str, dict[str, Any]] = {
     "Trainer in fp32": {**PLAIN, "bf16": False},
     "Trainer with some adapters": {
@@ -74,10 +82,96 @@ CASES: dict[str, dict[str, Any]] = {
     "SFT with QLoRA and no checkpointing": {**SFT, **QLORA, "gradient_checkpointing": False},
     "DPO with QLoRA": {**DPO, **QLORA},
     "Trainer with 32-bit moments": {**PLAIN, "bf16": False, "optim": "paged_adamw_32bit"},
+    "Trainer with experts": {**PLAIN, **MOE, **EVEN, "bf16": False},
+    "Trainer with experts at worst": {**PLAIN, **MOE, **WORST, "bf16": False},
+    "Trainer with experts in batches": {
+        **PLAIN,
+        **MOE,
+        **WORST,
+        **HALF,
+        "experts_implementation": "batched_mm",
+    },
+    "Trainer with experts one by one": {**ONE_BY_ONE, **EVEN},
+    "Trainer with experts one by one at worst": {**ONE_BY_ONE, **WORST},
+    "Trainer with experts that balances them": {**PLAIN, **MOE, **HALF, "balanced": True},
+    "SFT with experts": {**SFT, **MOE, **EVEN},
+    "SFT with experts in bfloat16 at worst": {**SFT, **MOE, **HALF, **WORST},
+    "SFT with experts one by one at worst": {
+        **SFT,
+        **MOE,
+        **HALF,
+        **WORST,
+        "experts_implementation": "eager",
+        "gradient_checkpointing": False,
+    },
+    "SFT with experts and no balance": {**SFT, **MOE, **HALF, "router_aux_loss_coef": 0.0},
+    "SFT with experts that have adapters": {**SFT, **MOE, **HALF, **WORST, "lora": True},
+    "SFT with adapters beside experts": {
+        **SFT,
+        **MOE,
+        **HALF,
+        "lora": True,
+        "target_modules": ("q_proj", "v_proj"),
+        "gradient_checkpointing": False,
+    },
+    "SFT with adapters of parameters": {
+        **SFT,
+        **MOE,
+        **HALF,
+        "lora": True,
+        "target_modules": ("q_proj", "v_proj"),
+        "target_parameters": ("experts.down_proj",),
+        "gradient_checkpointing": False,
+    },
+    "SFT with QLoRA and experts": {**SFT, **MOE, **QLORA, "target_modules": ("q_proj", "v_proj")},
+    "DPO with experts": {**DPO, **MOE, **HALF, **EVEN},
 }
 OURS = ("trainer", "dtype", "lora", "lora_dropout", "target_modules", "load_in_4bit")
 OURS += ("bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant", "prepare_for_kbit_training")
+OURS += ("target_parameters", "experts_implementation", "model_type", "routing", "balanced")
 """Settings that the trainers' own arguments do not have."""
+NOT_SETTINGS = ("model_type", "routing", "balanced")
+"""What a case says about its model."""
+
+
+def shape_of(case: dict[str, Any]) -> dict[str, Any]:
+    """The config of the model of a case."""
+    shape: dict[str, Any] = {"model_type": case.get("model_type", "llama"), **SHAPE}
+    if shape["model_type"] != "llama":
+        shape |= {**EXPERTS, "output_router_logits": case.get("balanced", False)}
+    return shape
+
+
+def made(case: dict[str, Any], dtype: Any) -> Any:
+    """The model of a case, with its routers set."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {}
+    if how := case.get("experts_implementation"):
+        options["experts_implementation"] = how
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**shape_of(case)), dtype=dtype, **options
+    )
+    if routing := case.get("routing"):
+        route(model, routing)
+    return model
+
+
+def route(model: Any, routing: str) -> None:
+    """Let each router of a model send as many tokens to all experts, or all to the same."""
+    import torch
+
+    def sent(router: Any, _: Any, found: Any) -> None:
+        chosen = found[2]
+        if routing == "even":
+            numbers = torch.arange(chosen.numel()) % router.num_experts
+        else:
+            numbers = torch.arange(chosen.shape[1]).repeat(len(chosen))
+        chosen.data.copy_(numbers.view_as(chosen))  # topk has saved the tensor, so it stays
+
+    for module in model.modules():
+        if type(module).__name__.endswith("Router"):
+            module.register_forward_hook(sent)
 
 
 def tokenizer() -> Any:
@@ -155,19 +249,31 @@ def beside_weights(model: Any) -> list[Any]:
     return [one for one in found if one is not None]
 
 
+def trainer_and_arguments(name: str) -> tuple[Any, Any]:
+    """A trainer's class, and that of its arguments."""
+    if name == "Trainer":
+        import transformers
+
+        return transformers.Trainer, transformers.TrainingArguments
+    import trl
+
+    kinds = {
+        "SFTTrainer": (trl.SFTTrainer, trl.SFTConfig),
+        "DPOTrainer": (trl.DPOTrainer, trl.DPOConfig),
+    }
+    return kinds[name]
+
+
 def measured(case: dict[str, Any]) -> int:
     """The peak of the third step of the real trainer."""
     import torch
     import transformers
-    import trl
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from torchtune_adaptive.core.device.simulated import SimulatedMemory
 
     name, memory = case["trainer"], SimulatedMemory(1 << 40)
     dtype = getattr(torch, case.get("dtype", "float32"))
-    model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(dtype)
+    model: Any = made(case, dtype)
     if case.get("packing"):
         attend_without_mask(model)
     if case.get("load_in_4bit"):
@@ -178,9 +284,15 @@ def measured(case: dict[str, Any]) -> int:
     arguments |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     more: dict[str, Any] = {}
     if case.get("lora"):
+        from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
         targets = case.get("target_modules", "all-linear")
         targets = targets if isinstance(targets, str) else list(targets)
-        adapters = LoraConfig(lora_dropout=case.get("lora_dropout", 0.0), target_modules=targets)
+        adapters = LoraConfig(
+            lora_dropout=case.get("lora_dropout", 0.0),
+            target_modules=targets,
+            target_parameters=case.get("target_parameters"),
+        )
         if name == "Trainer":
             if case.get("load_in_4bit") and case.get("prepare_for_kbit_training", True):
                 model = prepare_model_for_kbit_training(model)
@@ -190,7 +302,7 @@ def measured(case: dict[str, Any]) -> int:
         else:
             more["peft_config"] = adapters
     elif name == "DPOTrainer":
-        more["ref_model"] = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(dtype)
+        more["ref_model"] = made(case, dtype)
     if name != "Trainer":
         arguments["max_length"] = LENGTH
         more["processing_class"] = tokenizer()
@@ -200,12 +312,7 @@ def measured(case: dict[str, Any]) -> int:
             gc.collect()
             memory.watch()
 
-    kinds = {
-        "Trainer": (transformers.Trainer, transformers.TrainingArguments),
-        "SFTTrainer": (trl.SFTTrainer, trl.SFTConfig),
-        "DPOTrainer": (trl.DPOTrainer, trl.DPOConfig),
-    }
-    kind, config = kinds[name]
+    kind, config = trainer_and_arguments(name)
     trainer = kind(
         model=model,
         args=config("out", **arguments),
@@ -224,20 +331,23 @@ def measured(case: dict[str, Any]) -> int:
     return memory.usage().peak_bytes
 
 
-def planned(case: dict[str, Any], folder: Path) -> int:
-    step = TransformersStep(folder=str(folder), max_length=LENGTH, **case)
-    rows = step.per_device_train_batch_size
-    return step.plan(gpu="cpu", memory="1TiB", ceiling=rows).peak
-
-
-def main() -> None:
+def planned(case: dict[str, Any]) -> int:
     folder = Path("model")
-    folder.mkdir()
-    about = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPE}
-    (folder / "config.json").write_text(json.dumps(about))
-    results = {name: (planned(case, folder), measured(case)) for name, case in CASES.items()}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape_of(case)))
+    settings = {key: value for key, value in case.items() if key not in NOT_SETTINGS}
+    step = TransformersStep(folder=str(folder), max_length=LENGTH, **settings)
+    rows = step.per_device_train_batch_size
+    plan = step.plan(gpu="cpu", memory="1TiB", ceiling=rows)
+    if routing := case.get("routing"):
+        return getattr(plan.experts, routing).peak
+    return plan.peak
+
+
+def main(names: Sequence[str]) -> None:
+    results = {name: (planned(CASES[name]), measured(CASES[name])) for name in names or CASES}
     print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

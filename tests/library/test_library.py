@@ -48,7 +48,8 @@ SIGNATURES = {
     "plan_batch_size": "(build, *, optimizer, forward, worst_case, gpu='h100-80gb', memory=None, ranks=1, "
     "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, "
     "length=1, timeout=600.0)",
-    "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None, with_retries=False)",
+    "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None, with_retries=False, "
+    "experts=None)",
     "steps_of": "(data, rows=None, *, global_rows=None, epoch=0, shuffle=True, seed=0, start=0, mesh=None)",
     "Steps.state_dict": "(self)",
     "Steps.load_state_dict": "(self, state)",
@@ -58,9 +59,11 @@ SIGNATURES = {
     "TransformersStep": "(*, folder, trainer='SFTTrainer', per_device_train_batch_size=8, "
     "gradient_accumulation_steps=1, max_length=1024, padded=False, packing=False, dtype='float32', "
     "bf16=None, fp16=False, gradient_checkpointing=True, optim='adamw_torch_fused', max_grad_norm=1.0, "
-    "lora=False, r=8, lora_dropout=0.0, target_modules='all-linear', load_in_4bit=False, "
-    "bnb_4bit_compute_dtype=None, bnb_4bit_use_double_quant=False, prepare_for_kbit_training=None, "
-    "precompute_ref_log_probs=False, ranks=1, fsdp=False)",
+    "lora=False, r=8, lora_dropout=0.0, target_modules='all-linear', target_parameters=(), "
+    "load_in_4bit=False, bnb_4bit_compute_dtype=None, bnb_4bit_use_double_quant=False, "
+    "prepare_for_kbit_training=None, "
+    "precompute_ref_log_probs=False, experts_implementation=None, router_aux_loss_coef=None, "
+    "output_router_logits=None, ranks=1, fsdp=False)",
     "lr_factor": "(rule, batch, start, noise=None, exponent=0.5)",
     "Outcome": "(loss, weight, gradient_norm, micro_batch, retried, allocation_retries, overflow, noise)",
     "Moment": "(samples, epochs, start, current, lr_factor=1.0, noise=None)",

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.helpers.hugging_face import about
 from torchtune_adaptive.library import TransformersStep, planning
+from torchtune_adaptive.library.experts import EVEN
 from torchtune_adaptive.planner import RecordedStep, call_alone, deep_step
 from torchtune_adaptive.planner.trace import any_depth
 
@@ -78,7 +79,7 @@ def traced(question: Any) -> tuple[list[Any], list[int]]:
             return super().take_step(rows)
 
     with mock.patch.object(planning, "_ModelTracer", Counted):
-        steps = planning.StepsOfModel(question)
+        steps = planning.StepsOfModel(question, EVEN)
         start_up = steps.start_up(1)
         found = [start_up.first_step, *(steps.step(rows, 1) for rows in (2, 3))]
     places: list[Any] = [in_any_order(deep_step._of_memory(start_up.set_up, found[0]))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torchtune_adaptive.common import NoPrediction, UsageError
 from torchtune_adaptive.library import TransformersStep, transformers_step
 from torchtune_adaptive.library.trainer_parts import (
     Adapted,
+    Adapters,
     Autocast,
     TiledLogProbs,
     adapt,
@@ -58,6 +60,19 @@ def step(**settings: Any) -> TransformersStep:
         ({"max_length": "1k"}, "max_length: '1k' must be a whole number"),
         ({"lora_dropout": 1.0}, "lora_dropout: 1.0 must be a share"),
         ({"trainer": "DPOTrainer", "fsdp": True, "ranks": 2}, "fsdp: two sharded models"),
+        (
+            {"experts_implementation": "sonicmoe"},
+            "experts_implementation: 'sonicmoe' must be one of: None, 'grouped_mm', 'batched_mm', 'eager'",
+        ),
+        ({"router_aux_loss_coef": -1}, "router_aux_loss_coef: -1 must be a number, 0 or more"),
+        (
+            {"trainer": "Trainer", "router_aux_loss_coef": 0.1},
+            "router_aux_loss_coef: Trainer has no such argument. Set output_router_logits=True",
+        ),
+        (
+            {"output_router_logits": True},
+            "output_router_logits: SFTTrainer decides by router_aux_loss_coef",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(settings: dict[str, Any], complaint: str) -> None:
@@ -85,6 +100,8 @@ def test_packed_rows_are_one() -> None:
 
 def test_adapters_are_in_fp32_and_named_layers_get_them() -> None:
     class Model(nn.Module):
+        config = SimpleNamespace(model_type="llama")
+
         def __init__(self) -> None:
             super().__init__()
             self.q_proj = nn.Linear(4, 6, bias=False, dtype=torch.bfloat16)
@@ -98,8 +115,8 @@ def test_adapters_are_in_fp32_and_named_layers_get_them() -> None:
     with pytest.raises(
         UsageError, match=r"k_proj is not among .* some of q_proj, up_proj, or all-"
     ):
-        adapt(model, ["k_proj"], 2, 0.0)
-    adapt(model, ["q_proj"], 2, 0.0)
+        adapt(model, Adapters(["k_proj"], 2))
+    adapt(model, Adapters(["q_proj"], 2))
     assert isinstance(model.q_proj, Adapted) and isinstance(model.up_proj, nn.Linear)
     trained = [one for one in model.parameters() if one.requires_grad]
     assert [one.dtype for one in trained] == [torch.float32] * 2

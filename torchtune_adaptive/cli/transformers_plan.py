@@ -122,8 +122,10 @@ def _settings(words: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
             reason = "is not a setting of this step" if equals else "is not an override"
             raise ConfigError("KEY=VALUE", word, reason, f"Write one of {', '.join(known)}")
         settings[key] = value.split(",") if "," in value else yaml.safe_load(value)
-    if isinstance(targets := settings.get("target_modules"), str) and targets != "all-linear":
-        settings["target_modules"] = [targets]
+    for key in ("target_modules", "target_parameters"):
+        given = settings.get(key)
+        if isinstance(given, str) and given not in ("all-linear", "linear-layers"):
+            settings[key] = [given]
     return settings
 
 
@@ -147,8 +149,17 @@ def _blocks(
         lines.append(caution_of_retries(f"with {plan.rows}"))
     elif verdict == "UNCERTAIN":
         lines.append(caution(device, f"with {plan.rows}"))
+    if plan.experts and plan.experts.differ:
+        even, worst = plan.experts.even, plan.experts.worst
+        lines.append(
+            f"Experts: {human_bytes(even.peak)} where all get as many tokens, {human_bytes(worst.peak)} "
+            f"where all tokens go to the same; largest that fits: {even.largest} and {worst.largest}."
+        )
     if file:
         lines.append(advice(file, plan.rows, step.gradient_accumulation_steps, plan.largest))
+    assumed = plan.assumptions
+    if plan.experts and not plan.experts.differ:
+        assumed = (*assumed, "experts: wherever routers send tokens, memory is the same")
     parts = sorted(plan.parts.items(), key=lambda part: -part[1])
     rows = [(name, human_bytes(size)) for name, size in parts if size >= 1 << 20]
     rows.append(("held by the allocator", human_bytes(plan.peak)))
@@ -156,5 +167,5 @@ def _blocks(
     return [
         Paragraph(lines, important=True),
         Table("", header, rows, right={1}),
-        Listing("What is planned", plan.assumptions),
+        Listing("What is planned", assumed),
     ]

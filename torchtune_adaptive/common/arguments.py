@@ -52,6 +52,13 @@ def seconds(name: str, value: Any) -> float:
     return float(value)
 
 
+def weight(name: str, value: Any) -> float:
+    """A finite number, 0 or more, by which something counts."""
+    if not _is_number(value) or not 0 <= value < math.inf:
+        raise UsageError(f"{name}: {value!r} must be a number, 0 or more.")
+    return float(value)
+
+
 def norm(name: str, value: Any) -> float | None:
     """A number above 0, or None."""
     if value is not None and not (_is_number(value) and value > 0):

@@ -28,6 +28,7 @@ from torchtune_adaptive.common import (
 )
 from torchtune_adaptive.core import StepOptions, TrainStep
 from torchtune_adaptive.library import checks
+from torchtune_adaptive.library.experts import EVEN, WORST, Routing
 from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
 from torchtune_adaptive.library.search import CheckedBatch
 from torchtune_adaptive.library.summed_loss import SummedLoss
@@ -57,6 +58,31 @@ _ANY_LENGTH = 1
 
 
 @dataclass(frozen=True)
+class RoutedPlan:
+    """The memory of a mixture of experts where its routers send tokens in one way."""
+
+    peak: int
+    """The peak, in bytes."""
+    largest: int
+    """The largest micro-batch that fits."""
+
+
+@dataclass(frozen=True)
+class ExpertsPlan:
+    """The memory of a mixture of experts, by where its routers send tokens; mostly it does not matter."""
+
+    even: RoutedPlan
+    """All experts get as many rows."""
+    worst: RoutedPlan
+    """All tokens go to the same experts."""
+
+    @property
+    def differ(self) -> bool:
+        """Whether routing changes the memory."""
+        return self.even != self.worst
+
+
+@dataclass(frozen=True)
 class Plan:
     """The memory and the time that a training step will take."""
 
@@ -78,6 +104,10 @@ class Plan:
     with_retries: bool = False
     """Whether the peak is above the usable memory, but a step runs if torch's allocator returns memory in the
     middle of it."""
+    experts: ExpertsPlan | None = None
+    """What a mixture of experts takes where routers send as many tokens to all (``experts.even``) and where
+    they send all to the same (``experts.worst``): each has a ``peak`` and a ``largest``. The plan is that of
+    the higher peak, and its speed is that of even routing. None for other models."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +249,22 @@ def _answer(question: StepQuestion) -> Plan:
     asked = question.asked
     if asked.device.caching:
         check_sums()
-    steps = StepsOfModel(question)
+    steps = StepsOfModel(question, EVEN)
+    even = _found(steps, question)
+    if not steps.has_experts:
+        return even
+    worst = even
+    if steps.routing_matters:
+        log.info("Memory follows from how many rows each expert gets: tracing the worst case, too.")
+        worst = _found(StepsOfModel(question, WORST), question)
+    more = max(even, worst, key=lambda plan: plan.peak)
+    experts = ExpertsPlan(*(RoutedPlan(each.peak, each.largest) for each in (even, worst)))
+    least = min(even.largest, worst.largest)
+    return replace(more, largest=least, speed=even.speed, experts=experts)
+
+
+def _found(steps: StepsOfModel, question: StepQuestion) -> Plan:
+    asked = question.asked
     if asked.pace is not None:
         asked = replace(asked, pace=replace(asked.pace, compiled=bool(steps.as_written)))
     found = TracedRun(steps, _ANY_LENGTH).answer(asked)
@@ -236,15 +281,15 @@ def _answer(question: StepQuestion) -> Plan:
 
 
 class StepsOfModel:
-    """The steps of one question, each traced once."""
+    """The steps of one question with one ``routing`` of experts, each traced once."""
 
     compiled = False
     """Whether memory is that of compiled code; it is not, whatever is compiled."""
     max_seq_len = None
 
-    def __init__(self, question: StepQuestion) -> None:
+    def __init__(self, question: StepQuestion, routing: str) -> None:
         self._tracer = AnyDepth(
-            lambda shorten: _ModelTracer(question, shorten),
+            lambda shorten: _ModelTracer(question, shorten, routing),
             lambda tracer: tracer.take_step(TracedRun.ROWS[0]),
         )
         self._start_up = self._tracer.start_up()
@@ -267,6 +312,16 @@ class StepsOfModel:
         return {}
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return bool(self._tracer.any.routing.experts)
+
+    @property
+    def routing_matters(self) -> bool:
+        """Whether another routing may take other memory."""
+        return self._tracer.any.routing.asked
+
+    @property
     def as_written(self) -> str:
         return _AS_WRITTEN if self._tracer.any.compiles else ""
 
@@ -274,7 +329,9 @@ class StepsOfModel:
 class _ModelTracer(StepTracer):
     """One rank of a run with a model that the user builds, of which a function removes layers."""
 
-    def __init__(self, question: StepQuestion, shorten: Callable[[nn.Module], None]) -> None:
+    def __init__(
+        self, question: StepQuestion, shorten: Callable[[nn.Module], None], routing: str
+    ) -> None:
         super().__init__(not question.asked.device.caching, 0, question.ranks)
         self.compiles = False
         _only_wrap()
@@ -284,6 +341,8 @@ class _ModelTracer(StepTracer):
         self._accumulation = min(question.asked.micro_batches, 2)  # later ones are like the second
         model = self._built(question.build)
         shorten(model)
+        self.routing = Routing(routing, model)
+        """What experts are told about the rows that they get."""
         with self.tracing():
             fill(model, self.device)
             optimizer = checks.plain_optimizer(question.optimizer(model.parameters()))

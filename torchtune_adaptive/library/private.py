@@ -39,3 +39,15 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 def attends_by_sdpa(model: Any) -> bool:
     """Whether a model of transformers (5.23) computes attention by torch's function for it."""
     return getattr(model.config, "_attn_implementation", None) == "sdpa"
+
+
+def converted_like(model_type: str) -> str:
+    """The type of model whose checkpoints of transformers 4 are converted as those of this one (5.23), as
+    PEFT reads it; empty if there is none."""
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+
+    types: dict[str, str] = {
+        **_MODEL_TO_CONVERSION_PATTERN,
+        "mixtral": "mixtral",
+    }  # which PEFT adds
+    return types.get(model_type, "")

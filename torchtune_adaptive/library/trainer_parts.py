@@ -8,24 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from torchtune_adaptive.common import NoPrediction, UsageError
+from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.library.expert_adapters import (
+    HasAdapter,
+    adapt_parameters,
+    parameter_targets,
+)
 from torchtune_adaptive.library.four_bit import FourBitLinear
 from torchtune_adaptive.library.private import tree_map_only
 
-ALL_LINEAR = "all-linear"
-"""What stands for all linear layers but the head."""
+ALL_LINEAR, LINEAR_LAYERS = "all-linear", "linear-layers"
+"""What stands for all linear layers but the head: for PEFT, those of transformers 4 are among them."""
 
 
 class Traceable(TorchFunctionMode):
     """What models of transformers do and a trace cannot: torch makes no tensors of lists that index one for
-    a device that is not real, and fake tensors have grouped products of bfloat16 only."""
+    a device that is not real."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.Tensor.__getitem__:
@@ -33,13 +38,6 @@ class Traceable(TorchFunctionMode):
             if isinstance(at, tuple):
                 at = tuple(torch.tensor(one) if isinstance(one, list) else one for one in at)
             return func(tensor, at)
-        name = getattr(func, "__name__", "")
-        if name in ("grouped_mm", "_grouped_mm") and args[1].dtype != torch.bfloat16:
-            dtype = str(args[1].dtype).removeprefix("torch.")
-            raise NoPrediction(
-                f"dtype: {dtype} weights of experts, which autocast leaves as they are, cannot be traced. "
-                "Set dtype=bfloat16."
-            )
         return func(*args, **(kwargs or {}))
 
 
@@ -107,7 +105,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-class Adapted(nn.Module):
+class Adapted(HasAdapter):
     """A linear layer with an adapter, as PEFT's."""
 
     def __init__(
@@ -118,7 +116,6 @@ class Adapted(nn.Module):
         self.lora_a = nn.Linear(base.in_features, r, bias=False, dtype=dtype)
         self.lora_b = nn.Linear(r, base.out_features, bias=False, dtype=dtype)
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
-        self.enabled = True
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.base(inputs)
@@ -138,14 +135,21 @@ class Adapted(nn.Module):
         return result.to(dtype) if casts else result
 
 
-def adapt(
-    model: Any,
-    targets: str | Sequence[str],
-    r: int,
-    dropout: float,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Freeze a model, and add adapters to the linear layers that are named; all but the head."""
+class Adapters(NamedTuple):
+    """The adapters that a model is to have."""
+
+    modules: str | Sequence[str]
+    """The linear layers that get some, by name, ``all-linear`` or ``linear-layers``."""
+    r: int
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.float32
+    parameters: Sequence[str] = ()
+    """The parameters that get some, by the ends of their names."""
+
+
+def adapt(model: Any, adapters: Adapters) -> None:
+    """Freeze a model, and add adapters to the linear layers that are named; all but the head. What experts
+    have instead of linear layers is taken for these as PEFT does."""
     model.requires_grad_(False)
     head = model.get_output_embeddings()
     layers = {
@@ -154,21 +158,31 @@ def adapt(
         if isinstance(module, (nn.Linear, FourBitLinear)) and module is not head
     }
     names = {name.rpartition(".")[2] for name in layers}
-    wanted = names if targets == ALL_LINEAR else set(targets)
+    everywhere = adapters.modules in (ALL_LINEAR, LINEAR_LAYERS)
+    asked = names if everywhere else set(adapters.modules)
+    wanted, ranks = parameter_targets(model, asked, adapters.modules == ALL_LINEAR, adapters.r)
+    ranks |= dict.fromkeys(adapters.parameters, adapters.r)
     if unknown := sorted(wanted - names):
         raise UsageError(
             f"target_modules: {', '.join(unknown)} is not among the model's linear layers. Use some of "
             f"{', '.join(sorted(names))}, or {ALL_LINEAR}."
         )
+    if ranks and adapters.dropout:
+        raise UsageError(
+            f"lora_dropout: {adapters.dropout}, but the inputs of {', '.join(ranks)} cannot be dropped apart "
+            "from the rest, so PEFT refuses it. Set lora_dropout=0, or name other target_modules."
+        )
+    adapt_parameters(model, ranks, adapters.dtype)
     for name, module in layers.items():
         parent, _, last = name.rpartition(".")
         if last in wanted:
-            setattr(model.get_submodule(parent), last, Adapted(module, r, dropout, dtype))
+            adapted = Adapted(module, adapters.r, adapters.dropout, adapters.dtype)
+            setattr(model.get_submodule(parent), last, adapted)
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    adapted = [module for module in model.modules() if isinstance(module, Adapted)]
+    adapted = [module for module in model.modules() if isinstance(module, HasAdapter)]
     for module in adapted:
         module.enabled = False
     try:

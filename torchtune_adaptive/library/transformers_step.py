@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchtune_adaptive.common import NoPrediction, UsageError, arguments
+from torchtune_adaptive.library.experts import IMPLEMENTATIONS, balance_loss, balance_weight
 from torchtune_adaptive.library.four_bit import prepare, quantize
 from torchtune_adaptive.library.model_types import about_kernels, refuse_loops
 from torchtune_adaptive.library.planning import Plan, plan_batch_size
@@ -37,6 +38,7 @@ from torchtune_adaptive.library.trainer_optimizers import (
 )
 from torchtune_adaptive.library.trainer_parts import (
     ALL_LINEAR,
+    Adapters,
     Autocast,
     TiledLogProbs,
     Traceable,
@@ -63,6 +65,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "bnb_4bit_compute_dtype": (None, *_TYPES),
     "prepare_for_kbit_training": (None, True, False),
     "optim": OPTIMIZERS,
+    "experts_implementation": (None, *IMPLEMENTATIONS),
+    "output_router_logits": (None, True, False),
     **dict.fromkeys(
         (
             *("padded", "packing", "fp16", "gradient_checkpointing", "lora", "load_in_4bit"),
@@ -126,7 +130,11 @@ class TransformersStep:
     lora_dropout: float = 0.0
     """The share of an adapter's inputs that is dropped."""
     target_modules: str | Sequence[str] = ALL_LINEAR
-    """The linear layers that get adapters, by name, or ``all-linear``."""
+    """The linear layers that get adapters, by name, or ``all-linear``. As with PEFT, those that experts had
+    in transformers 4 stand for the tensors that they have now. ``linear-layers`` are those of today only, as
+    Axolotl and LLaMA-Factory list them."""
+    target_parameters: Sequence[str] = ()
+    """Parameters that get adapters, by the ends of their names, such as ``experts.down_proj``."""
     load_in_4bit: bool = False
     """Whether linear layers are loaded with 4 bits (bitsandbytes, QLoRA)."""
     bnb_4bit_compute_dtype: str | None = None
@@ -138,6 +146,14 @@ class TransformersStep:
     default, with ``Trainer``."""
     precompute_ref_log_probs: bool = False
     """Whether DPO's reference has been computed before, and is not in memory."""
+    experts_implementation: str | None = None
+    """How the experts of a mixture are computed: ``grouped_mm``, as transformers does by default,
+    ``batched_mm`` or ``eager``."""
+    router_aux_loss_coef: float | None = None
+    """The weight of the loss that balances experts, with TRL's trainers; by default, that of the model's
+    config, and 0 is without it."""
+    output_router_logits: bool | None = None
+    """Whether ``Trainer`` adds that loss; by default, what the model's config says."""
     ranks: int = 1
     """The number of ranks."""
     fsdp: bool = False
@@ -163,6 +179,17 @@ class TransformersStep:
             raise UsageError(
                 "packing: FlashAttention, which keeps packed samples apart, has no kernels for float32. Set "
                 "bf16=True or dtype=bfloat16."
+            )
+        if self.router_aux_loss_coef is not None:
+            arguments.weight("router_aux_loss_coef", self.router_aux_loss_coef)
+            if self.trainer == PLAIN:
+                raise UsageError(
+                    "router_aux_loss_coef: Trainer has no such argument. Set output_router_logits=True, "
+                    "which turns the loss on."
+                )
+        if self.output_router_logits is not None and self.trainer != PLAIN:
+            raise UsageError(
+                f"output_router_logits: {self.trainer} decides by router_aux_loss_coef. Set that."
             )
         if self.fp16 and self.bf16:
             raise UsageError("fp16: the model computes in one type. Leave bf16 out.")
@@ -305,7 +332,8 @@ class TransformersStep:
                 prepare(model)
         if self.lora:
             dtype = torch.bfloat16 if self._adapters_are_half else torch.float32
-            adapt(model, self.target_modules, self.r, self.lora_dropout, dtype)
+            settings = self.r, self.lora_dropout, dtype, self.target_parameters
+            adapt(model, Adapters(self.target_modules, *settings))
         if self.gradient_checkpointing:
             if not model.supports_gradient_checkpointing:
                 raise UsageError(
@@ -360,19 +388,25 @@ class TransformersStep:
         """The loss of a micro-batch."""
         prepared = built.module if isinstance(built, DistributedDataParallel) else built
         assert isinstance(prepared, _Prepared)
-        model = prepared.model
+        model: Any = prepared.model
         tokens, labels = batch["input_ids"], batch["labels"]
         if self.trainer == PLAIN:
             with self._mixed_precision():
-                found = model(input_ids=tokens, labels=labels, use_cache=False)
+                balanced = getattr(model.config.get_text_config(), "output_router_logits", False)
+                mask = {"attention_mask": batch["attention_mask"]} if balanced else {}
+                found = model(input_ids=tokens, labels=labels, use_cache=False, **mask)
             if self._half:
                 found.logits = found.logits.float()  # accelerate's, of every output
             loss: torch.Tensor = found.loss
             return loss
-        found = model(tokens, labels, batch.get("position_ids"))
+        found, balance = model(
+            tokens, labels, batch.get("position_ids"), batch.get("attention_mask")
+        )
         if self.trainer == SFT:
-            return -found.sum() / found.numel()
-        return preference_loss(found, self._reference_log_probs(prepared, tokens, labels))
+            loss = -found.sum() / found.numel()
+        else:
+            loss = preference_loss(found, self._reference_log_probs(prepared, tokens, labels))
+        return loss if balance is None else loss + balance
 
     def _made(self) -> Any:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -399,14 +433,31 @@ class TransformersStep:
             config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
             if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
                 dtype = getattr(torch, self.dtype)
-                return AutoModelForCausalLM.from_config(config, dtype=dtype)
+                self._ask_for_balance(config)
+                how = self.experts_implementation
+                options = {"experts_implementation": how} if how else {}
+                return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
             reason = f"it has no causal language model of type {config.model_type}"
+        except UsageError:
+            raise
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise NoPrediction(
             f"transformers {version('transformers')} cannot make a model from {self.folder}: {reason}. Use a "
             "newer transformers, install what it asks for, or give another model."
         )
+
+    def _ask_for_balance(self, config: Any) -> None:
+        """Let ``Trainer``'s model add the loss that balances experts, or not, as asked for."""
+        if self.output_router_logits is None:
+            return
+        text = config.get_text_config()
+        if not hasattr(text, "output_router_logits"):
+            raise UsageError(
+                f"output_router_logits: {type(text).__name__} has no such setting, so its model adds no loss "
+                "that balances experts. Leave it out."
+            )
+        text.output_router_logits = self.output_router_logits
 
     def _mask(
         self, *, batch_size: int, kv_length: int, device: torch.device, **_: Any
@@ -433,10 +484,17 @@ class TransformersStep:
         tokens: torch.Tensor,
         labels: torch.Tensor,
         positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The log-probability of each token that is predicted, by TRL's head."""
+        mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The log-probability of each token that is predicted, by TRL's head, and the loss that balances
+        experts, if there is one. The reference has none."""
+        weight_of_balance = balance_weight(model, self.router_aux_loss_coef)
+        balanced = bool(weight_of_balance) and torch.is_grad_enabled()
+        options = {"output_router_logits": True} if balanced else {}
         with self._mixed_precision():
-            found = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)
+            found = model.base_model(
+                input_ids=tokens, position_ids=positions, use_cache=False, **options
+            )
             hidden = found.last_hidden_state[:, :-1]
             weight = model.get_output_embeddings().weight
             if isinstance(weight, DTensor):
@@ -445,7 +503,9 @@ class TransformersStep:
             log_probs: torch.Tensor = TiledLogProbs.apply(
                 flat(hidden), weight, labels[:, 1:].reshape(-1), compute_in
             )
-        return log_probs.view(len(tokens), -1)
+            log_probs = log_probs.view(len(tokens), -1)
+            balance = balance_loss(model, found.router_logits, mask) if balanced else None
+        return log_probs, balance if balance is None else weight_of_balance * balance
 
     def _reference_log_probs(
         self, prepared: _Prepared, tokens: torch.Tensor, labels: torch.Tensor
@@ -453,7 +513,7 @@ class TransformersStep:
         if self.precompute_ref_log_probs:
             return torch.zeros_like(labels[:, 1:], dtype=torch.float32)
         with torch.no_grad(), without_adapters(prepared.model):
-            found: torch.Tensor = (prepared.reference or prepared.model)(tokens, labels)
+            found: torch.Tensor = (prepared.reference or prepared.model)(tokens, labels)[0]
             return found
 
     def _shard(self, model: Any) -> None:

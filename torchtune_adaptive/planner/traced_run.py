@@ -198,6 +198,7 @@ class TracedRun:
         self._beginning = self._traces.start_up(length)
         self._structures.clear()
         self._known.clear()
+        self._replays.clear()
         self._every = None
 
     def _agree(self, traced: RecordedStep, computed: RecordedStep) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtune_adaptive.cli.other_trainers.keys import (
+    IMPLEMENTATIONS,
+    LINEAR_LAYERS,
     FileReading,
     Joint,
     Keys,
@@ -37,11 +39,13 @@ from torchtune_adaptive.cli.other_trainers.training_arguments import (
 _MODEL = "makes another model than the one of base_model"
 _TRAINED = "trains other weights, which is not planned"
 _LOSS = "computes the loss by other kernels, which is not planned"
-_EXPERTS = "is about mixtures of experts, which are not planned"
+_EXPERTS = "computes experts by other kernels, which are not planned"
+_BY_KERNELS = "integrations.kernels"
+"""The plugin with which experts are computed one after the other where nothing else is set."""
 _ONE = (None, False, 1)
 _HARMLESS_PLUGINS = (
     *("swanlab", "lm_eval", "torchtune_adaptive"),
-    *("liger", "integrations.kernels", "expert_parallel"),  # which do what other keys say
+    *("liger", _BY_KERNELS, "expert_parallel"),  # which do what other keys say
 )
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
@@ -55,7 +59,7 @@ _KEYS: Keys = {
     "bnb_config_kwargs": Joint("bnb_4bit_use_double_quant, which is true by default", {}),
     "lora_r": Sets("r", 8),
     "lora_dropout": Sets("lora_dropout", 0.0),
-    "lora_target_linear": Joint("target_modules: all-linear", False, (True, False)),
+    "lora_target_linear": Joint("target_modules: linear-layers", False, (True, False)),
     "lora_target_modules": Joint("target_modules"),
     "optimizer": Sets("optim", "adamw_torch_fused", OPTIMIZERS, WHY_NOT_OPTIMIZER),
     "max_grad_norm": Sets("max_grad_norm", 1.0),
@@ -76,6 +80,10 @@ _KEYS: Keys = {
     "fsdp": Joint("fsdp, with several GPUs"),
     "fsdp_config": Joint("fsdp: see the table of its keys"),
     "fsdp_version": Joint("fsdp: 2 is planned; 1, which is FSDP1, is the default"),
+    "experts_implementation": Joint(
+        "experts_implementation; with the plugin for kernels, eager by default",
+        *(None, (None, *IMPLEMENTATIONS), _EXPERTS),
+    ),
     "model_type": Joint("must be a causal language model"),
     "plugins": Joint("those that change the model or the loss are refused"),
     **{
@@ -168,7 +176,7 @@ _KEYS: Keys = {
     ),
     **dict.fromkeys(
         (
-            *("quantize_moe_experts", "experts_implementation", "use_scattermoe", "use_sonicmoe"),
+            *("quantize_moe_experts", "use_scattermoe", "use_sonicmoe"),
             *("llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_dsv4_kernels"),
         ),
         Refused(_EXPERTS),
@@ -276,10 +284,16 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
             "model_type", model, "is not a causal language model", "No other can be planned"
         )
     plugins = values["plugins"] or []
-    for plugin in plugins if isinstance(plugins, list) else [plugins]:
+    plugins = plugins if isinstance(plugins, list) else [plugins]
+    for plugin in plugins:
         if not any(name in str(plugin) for name in _HARMLESS_PLUGINS):
             reason = "may change the model or its loss, which is not planned"
             reading.refuse("plugins", plugin, reason, "To plan without it, add plugins=null")
+    implementation = values.get("experts_implementation")
+    if implementation is None and any(_BY_KERNELS in str(one) for one in plugins):
+        implementation = "eager"
+    if implementation is not None:
+        reading.settings["experts_implementation"] = implementation
     _read_four_bits(values, reading)
     if values.get("adapter"):
         _read_adapters(values, reading)
@@ -298,7 +312,7 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
 def _read_adapters(values: Mapping[str, Any], reading: FileReading) -> None:
     targets = values["lora_target_modules"]
     if values["lora_target_linear"]:
-        reading.settings["target_modules"] = "all-linear"
+        reading.settings["target_modules"] = LINEAR_LAYERS
     elif targets:
         reading.settings["target_modules"] = target_modules("lora_target_modules", targets, reading)
     else:

@@ -7,6 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+LINEAR_LAYERS = "linear-layers"
+"""What stands for the names of all linear layers where trainers list them."""
+IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
+"""The ways to compute experts that can be planned."""
+
 
 @dataclass(frozen=True)
 class Sets:

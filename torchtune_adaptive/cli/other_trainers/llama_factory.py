@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtune_adaptive.cli.other_trainers import training_arguments
 from torchtune_adaptive.cli.other_trainers.keys import (
+    LINEAR_LAYERS,
     FileReading,
     Joint,
     Keys,
@@ -43,7 +44,8 @@ _KEYS: Keys = {
     "finetuning_type": Sets("lora", "lora", {"lora": True, "full": False}, _TRAINED),
     "lora_rank": Sets("r", 8),
     "lora_dropout": Sets("lora_dropout", 0.0),
-    "lora_target": Joint("target_modules", "all"),
+    "lora_target": Joint("target_modules: all is linear-layers", "all"),
+    "moe_aux_loss_coef": Joint("output_router_logits: true, unless it is 0"),
     "bf16": Joint("bf16, and dtype: float32 where weights are trained", False, (True, False)),
     "pure_bf16": Joint("dtype: bfloat16", False, (True, False)),
     "disable_gradient_checkpointing": Joint("gradient_checkpointing: false", False, (True, False)),
@@ -101,7 +103,7 @@ _OF_MODEL = names(
     """
     adapter_name_or_path adapter_folder cache_dir use_fast_tokenizer
     split_special_tokens add_tokens add_special_tokens new_special_tokens_config init_special_tokens
-    model_revision low_cpu_mem_usage rope_scaling moe_aux_loss_coef use_reentrant_gc train_from_scratch
+    model_revision low_cpu_mem_usage rope_scaling use_reentrant_gc train_from_scratch
     infer_backend offload_folder use_kv_cache infer_dtype hf_hub_token ms_hub_token om_hub_token
     print_param_status trust_remote_code quantization_type
     quantization_device_map image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches
@@ -176,7 +178,10 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
     )
     if lora:
         found = target_modules("lora_target", values["lora_target"], reading)
+        found = LINEAR_LAYERS if found == "all-linear" else found
         reading.settings["target_modules"] = found
+    if values["moe_aux_loss_coef"]:
+        reading.settings["output_router_logits"] = True
     if reading.settings.get("load_in_4bit"):
         reading.settings["prepare_for_kbit_training"] = False
     if read_sharding(values["fsdp"], values["fsdp_config"], 1, reading):

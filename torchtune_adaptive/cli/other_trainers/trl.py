@@ -55,7 +55,8 @@ _BOTH: Keys = {
     "lora_target_modules": Joint(
         "target_modules; by default q_proj and v_proj, as PEFT has for most models"
     ),
-    "lora_target_parameters": Refused(_TRAINED, off=(None, [])),
+    "lora_target_parameters": Joint("target_parameters"),
+    "router_aux_loss_coef": Sets("router_aux_loss_coef", None),
     "lora_modules_to_save": Refused(_TRAINED, off=(None, [])),
     "use_dora": Refused("gives adapters magnitudes, which are not planned"),
     "load_in_4bit": Sets("load_in_4bit", False),
@@ -105,7 +106,7 @@ _IGNORED = training_arguments.IGNORED | names(
     """
     model_revision lora_alpha lora_task_type use_rslora bnb_4bit_quant_type
     bnb_4bit_quant_storage bnb_4bit_compute_dtype trust_remote_code
-    router_aux_loss_coef dataset_num_proc truncation_mode pad_to_multiple_of pad_token eos_token datasets
+    dataset_num_proc truncation_mode pad_to_multiple_of pad_token eos_token datasets
     streaming test_split_size dataset_name dataset_config dataset_train_split dataset_test_split
     dataset_streaming ignore_bias_buffers env accelerate_config dataset_mixture
     """
@@ -152,6 +153,7 @@ def _together(trainer: str, values: Mapping[str, Any], reading: FileReading) -> 
                 "adapters: on q_proj and v_proj, as PEFT chooses for most models (lora_target_modules)"
             )
         reading.settings["target_modules"] = found
+        reading.settings["target_parameters"] = values["lora_target_parameters"] or ()
     if trainer == "DPOTrainer":
         losses = values["loss_type"] or ["sigmoid"]
         losses = losses if isinstance(losses, list) else [losses]

@@ -47,11 +47,28 @@ def _keeping_size(loss: Any) -> Callable[..., torch.Tensor]:
 
 _NONE, _MEAN = 0, 1  # as aten counts reductions
 
+
+def _grouped_product(  # type: ignore[no-untyped-def]
+    left, right, offs=None, bias=None, out_dtype=None
+):
+    """A grouped product, whose rows are padded to 16 bytes (CPU and CUDA, torch 2.13). Fake tensors have
+    those of bfloat16 only; there are kernels for all types of 16 and 32 bits."""
+    shape: list[int] = [left.shape[-2], right.shape[-1]]
+    if left.dim() == right.dim():
+        shape.insert(0, offs.shape[0] if left.dim() == 2 else left.shape[0])
+    dtype = out_dtype or left.dtype
+    aligned = 16 // dtype.itemsize
+    width = -(-shape[-1] // aligned) * aligned
+    strides = [shape[-2] * width, width, 1][-len(shape) :]
+    return left.new_empty_strided(shape, strides, dtype=dtype)
+
+
 _LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
 REPLACED: dict[Any, Callable[..., Any]] = {
     loss: _keeping_size(loss) for loss in (getattr(_aten, name).default for name in _LOSSES)
 }
 """Operations that take more memory than the shape of their result says (checked on a CPU, torch 2.13)."""
+REPLACED[_aten._grouped_mm.default] = _grouped_product
 
 WORKSPACES: dict[Any, Callable[..., list[int]]] = {
     _aten.masked_scatter.default: _masked_scatter,

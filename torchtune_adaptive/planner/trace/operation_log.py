@@ -31,6 +31,8 @@ _VIEWS = ("detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "se
 _WITHOUT_KERNEL = frozenset((*_ALLOCATIONS, *_VIEWS))
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
 """Matrix products, and which argument is the left factor."""
+_GROUPED = "_grouped_mm"
+"""The products of experts, each of its own rows."""
 _LOOKUPS = frozenset(("embedding", "nll_loss_forward", "gather", "index", "index_select"))
 """Operations that read only the rows that are asked for."""
 _ONLY_WRITTEN = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_"))
@@ -193,7 +195,10 @@ class OperationLog:
             left, right = args[_PRODUCTS[signature.name] :][:2]
             batch = left.shape[0] if left.dim() == 3 else 1
             shape = (batch, left.shape[-2], right.shape[-1], left.shape[-1])
-            flops = 2.0 * batch * shape[1] * shape[2] * shape[3]
+            flops = _flops_of(shape)
+        elif signature.name == _GROUPED:
+            shape = _grouped(*args[:3], kwargs.get("offs"))
+            flops = _flops_of(shape)
         elif signature.kind == ATTENTION:
             dtype = str(given[0].dtype)[6:]
             flops, shape = _attention(signature, args, kwargs)
@@ -276,7 +281,8 @@ def _signature(func: Any) -> _Signature:
     elif "scaled_dot_product" in name:
         kind = ATTENTION
     else:
-        kind = GEMM if name in _PRODUCTS or flops is not None else MEMORY
+        is_product = name in _PRODUCTS or name == _GROUPED or flops is not None
+        kind = GEMM if is_product else MEMORY
     return _Signature(name, kind, writes, causal, flops, functional)
 
 
@@ -292,6 +298,29 @@ def _attention(
     at = signature.causal
     causal = at is not None and kwargs.get("is_causal", args[at] if at < len(args) else False)
     return (flops / 2 if causal else flops), (batch * heads, length, key.shape[2], dim)
+
+
+def _grouped(
+    left: torch.Tensor, right: torch.Tensor, *ends: torch.Tensor | None
+) -> tuple[float, float, float, float]:
+    """Dimensions of a grouped product whose groups are as large as each other, as where a router sends rows
+    evenly to experts; ``ends`` says where groups end. The dimension in which they follow each other is the
+    one that a factor of two dimensions has, and what it is multiplied with has for each group."""
+    (rows, inner), columns = left.shape[-2:], right.shape[-1]
+    if left.dim() == right.dim() == 3:
+        return (left.shape[0], rows, columns, inner)
+    groups = next(len(one) for one in ends if one is not None)
+    if left.dim() == right.dim():
+        return (groups, rows, columns, inner / groups)
+    if left.dim() == 2:
+        return (groups, rows / groups, columns, inner)
+    return (groups, rows, columns / groups, inner)
+
+
+def _flops_of(shape: tuple[float, ...]) -> float:
+    """The FLOPs of a matrix product: batch, m, n, k."""
+    batch, m, n, k = shape
+    return 2.0 * batch * m * n * k
 
 
 def _rows_and_columns(  # type: ignore[no-untyped-def]
