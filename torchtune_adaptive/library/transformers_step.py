@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -57,7 +57,6 @@ _STEPS = {
 }
 _TYPES = ("float32", "bfloat16", "float16")
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "trainer": tuple(_STEPS),
     "dtype": _TYPES,
     "bf16": (None, True, False),
     "bnb_4bit_compute_dtype": (None, *_TYPES),
@@ -143,7 +142,11 @@ class TransformersStep:
     fsdp: bool = False
     """Whether ranks share the weights (FSDP2); if not, each has all of them (DDP)."""
 
+    STEPS: ClassVar = _STEPS
+    """The trainers, and what is said of their steps."""
+
     def __post_init__(self) -> None:
+        arguments.one_of("trainer", self.trainer, tuple(self.STEPS))
         for name, choices in _CHOICES.items():
             arguments.one_of(name, getattr(self, name), choices)
         for name in _NUMBERS:
@@ -224,12 +227,7 @@ class TransformersStep:
             UsageError: an argument cannot be used.
             NoPrediction: transformers is not installed, or the step cannot be traced.
         """
-        if find_spec("transformers") is None:
-            raise NoPrediction(
-                "transformers is not installed, so its step cannot be traced. Install it (pip install "
-                "transformers), or plan torchtune's step."
-            )
-        refuse_loops(self.folder)
+        self.require_traceable()
         found = plan_batch_size(
             self._build,
             optimizer=self._optimizer,
@@ -248,12 +246,25 @@ class TransformersStep:
         # No speed of these steps has been compared with a real one.
         return replace(found, speed=None)
 
+    def require_traceable(self) -> None:
+        """Raise if no step of the model can be traced here.
+
+        Raises:
+            NoPrediction: transformers is not installed, or the model is of a kind that is not planned.
+        """
+        if find_spec("transformers") is None:
+            raise NoPrediction(
+                "transformers is not installed, so its step cannot be traced. Install it (pip install "
+                "transformers), or plan torchtune's step."
+            )
+        refuse_loops(self.folder)
+
     def about(self) -> tuple[str, ...]:
         """What is planned, for people."""
         half = str(self._half).removeprefix("torch.")
         computes = f", computing in {half}" if self._half and self.dtype != half else ""
         lines = [
-            f"step: that of {_STEPS[self.trainer]}",
+            f"step: that of {self.STEPS[self.trainer]}",
             f"model: transformers {version('transformers')}, weights in {self.dtype}{computes}",
             f"checkpointing: {'every layer' if self.gradient_checkpointing else 'none'}",
             f"optimizer: {about_optimizer(self.optim)}; of what is trained",
@@ -297,6 +308,22 @@ class TransformersStep:
 
     def _build(self) -> nn.Module:
         """The model as the trainer has prepared it, and its reference."""
+        model = self._policy()
+        prepared = Prepared(model, self._reference_model())
+        if self.fsdp:
+            self._shard(model)
+        elif self.ranks > 1:
+            return DistributedDataParallel(prepared, broadcast_buffers=False).train()
+        return prepared.train()
+
+    def _reference_model(self) -> nn.Module | None:
+        """DPO's reference, if it is another model."""
+        if self.trainer != DPO or self.lora or self.precompute_ref_log_probs:
+            return None
+        return self._made().requires_grad_(False)  # type: ignore[no-any-return]
+
+    def _policy(self) -> Any:
+        """The model that is trained."""
         model = self._made()
         if self.load_in_4bit:
             compute_in = getattr(torch, self._computes_4_bits_in)
@@ -320,16 +347,7 @@ class TransformersStep:
             if self.lora:
                 model.enable_input_require_grads()
         mark_embeddings(model)
-        reference = None
-        if self.trainer == DPO and not self.lora and not self.precompute_ref_log_probs:
-            reference = self._made().requires_grad_(False)
-        prepared = _Prepared(model, reference)
-        if self.fsdp:
-            for each in prepared.models:
-                self._shard(each)
-        elif self.ranks > 1:
-            return DistributedDataParallel(prepared, broadcast_buffers=False).train()
-        return prepared.train()
+        return model
 
     def _optimizer(self, parameters: Iterator[nn.Parameter]) -> Optimizer:
         """The optimizer of what is trained; without weight decay for vectors, as the trainers have it."""
@@ -358,8 +376,7 @@ class TransformersStep:
 
     def _forward(self, built: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss of a micro-batch."""
-        prepared = built.module if isinstance(built, DistributedDataParallel) else built
-        assert isinstance(prepared, _Prepared)
+        prepared = prepared_of(built)
         model = prepared.models[0]
         tokens, labels = batch["input_ids"], batch["labels"]
         if self.trainer == PLAIN:
@@ -448,7 +465,7 @@ class TransformersStep:
         return log_probs.view(len(tokens), -1)
 
     def _reference_log_probs(
-        self, prepared: _Prepared, tokens: torch.Tensor, labels: torch.Tensor
+        self, prepared: Prepared, tokens: torch.Tensor, labels: torch.Tensor
     ) -> torch.Tensor:
         if self.precompute_ref_log_probs:
             return torch.zeros_like(labels[:, 1:], dtype=torch.float32)
@@ -477,9 +494,16 @@ class TransformersStep:
         fully_shard(model, **options)
 
 
-class _Prepared(nn.Module):
-    """The models of a step: the one that is trained, then DPO's reference, if it is another one."""
+class Prepared(nn.Module):
+    """The models of a step: the one that is trained, then the reference, if it is another one."""
 
     def __init__(self, model: nn.Module, reference: nn.Module | None) -> None:
         super().__init__()
         self.models = nn.ModuleList([model] if reference is None else [model, reference])
+
+
+def prepared_of(built: nn.Module) -> Prepared:
+    """The models of what a step has built."""
+    prepared = built.module if isinstance(built, DistributedDataParallel) else built
+    assert isinstance(prepared, Prepared)
+    return prepared

@@ -1,0 +1,502 @@
+"""The steps of TRL's GRPOTrainer and RLOOTrainer, to be planned with what precedes them.
+
+They generate the rows that they train on, and score them. Checked against TRL 1.16, as ``transformers_step``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtune_adaptive.common import ConfigError, UsageError, arguments
+from torchtune_adaptive.library.four_bit import FourBitLinear
+from torchtune_adaptive.library.longest_generation import generate_longest, without_checkpointing
+from torchtune_adaptive.library.phase_planning import (
+    Label,
+    PhasePeak,
+    PhaseQuestion,
+    answer_phases,
+)
+from torchtune_adaptive.library.planning import Plan, step_question
+from torchtune_adaptive.library.trainer_parts import (
+    Adapted,
+    TiledLogProbs,
+    flat,
+    policy_loss,
+    without_adapters,
+)
+from torchtune_adaptive.library.transformers_step import Batch, Prepared, TransformersStep, prepared_of
+from torchtune_adaptive.library.vllm_engine import EngineNeeds, VllmEngine, engine_needs
+from torchtune_adaptive.planner import call_alone, gpus
+
+GRPO, RLOO = "GRPOTrainer", "RLOOTrainer"
+GENERATION, SCORING, REFERENCE, TRAINING = (
+    "generation",
+    "scoring",
+    "scoring by the reference",
+    "training",
+)
+_STEPS = {
+    name: f"{name} as of TRL 1.16, whose head computes log-probabilities of completions in tiles, never logits"
+    for name in (GRPO, RLOO)
+}
+_NUMBERS = ("num_generations", "max_prompt_length", "max_completion_length", "num_iterations")
+_NUMBERS += ("vllm_tensor_parallel_size",)
+_SWITCHES = ("use_vllm", "vllm_enable_sleep_mode", "vllm_importance_sampling_correction")
+_MODES = ("colocate", "server")
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """The memory of one phase of a step."""
+
+    name: str
+    rows: int
+    """The rows that are taken at once; 0 where vLLM takes them."""
+    peak: int
+    """The most memory that the trainer reserves meanwhile, in bytes."""
+    beside: int
+    """Bytes that vLLM takes meanwhile."""
+    usable_bytes: int
+    """Usable memory, less what vLLM takes."""
+    largest: int
+    """The largest ``per_device_train_batch_size`` with which this phase fits; 0 if none does."""
+    parts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class RolloutsPlan(Plan):
+    """The memory of a step that generates the rows it trains on.
+
+    ``peak``, ``parts`` and ``usable_bytes`` are those of the phase with the least room, ``largest`` is the
+    largest micro-batch with which all of them fit.
+    """
+
+    phases: tuple[PlannedPhase, ...] = ()
+    """All phases, in their order."""
+    limiting: str = ""
+    """The name of the phase with the least room."""
+    most_utilization: float | None = None
+    """The highest ``vllm_gpu_memory_utilization`` with which ``rows`` fit; None without colocated vLLM."""
+    engine: EngineNeeds | None = None
+    """What vLLM itself needs, where that is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersRollouts(TransformersStep):
+    """A step of TRL's GRPOTrainer or RLOOTrainer, to be planned with generating and scoring its rows.
+
+    Its settings have the names of the trainer's own arguments; the defaults are those of GRPOTrainer.
+
+        step = TransformersRollouts(folder="Qwen3-8B", use_vllm=True, vllm_enable_sleep_mode=True)
+        print(step.plan(gpu="h100-80gb").largest)
+    """
+
+    trainer: str = GRPO
+    """``GRPOTrainer`` or ``RLOOTrainer``."""
+    max_length: int = field(default=0, init=False)
+    """Tokens in a row: those of the longest prompt and of the longest completion."""
+    num_generations: int = 8
+    """Completions of each prompt."""
+    max_prompt_length: int = 512
+    """Tokens of the longest prompt of the data, which TRL 1.16 does not shorten."""
+    max_completion_length: int = 512
+    """Tokens of the longest completion."""
+    steps_per_generation: int | None = None
+    """Micro-batches that are generated together; by default, ``gradient_accumulation_steps``."""
+    num_iterations: int = 1
+    """How often what was generated is trained on."""
+    beta: float = 0.0
+    """The weight of the divergence from the reference; with 0 there is none."""
+    use_vllm: bool = False
+    """Whether vLLM generates, and not the model itself."""
+    vllm_mode: str = "colocate"
+    """``colocate``, on the GPUs of the training, or ``server``, on others."""
+    vllm_gpu_memory_utilization: float = 0.3
+    """The share of a card that colocated vLLM takes."""
+    vllm_enable_sleep_mode: bool = False
+    """Whether colocated vLLM gives it back while it does not generate."""
+    vllm_tensor_parallel_size: int = 1
+    """The GPUs that share vLLM's layers."""
+    vllm_max_model_length: int | None = None
+    """The tokens of the longest sequence that vLLM takes; by default, the model's."""
+    vllm_importance_sampling_correction: bool = True
+    """Whether the trainer scores what vLLM has generated, to correct for the difference."""
+
+    STEPS: ClassVar = _STEPS
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            arguments.whole(name, getattr(self, name))
+        for name in ("steps_per_generation", "vllm_max_model_length"):
+            if getattr(self, name) is not None:
+                arguments.whole(name, getattr(self, name))
+        for name in _SWITCHES:
+            arguments.one_of(name, getattr(self, name), (True, False))
+        arguments.one_of("vllm_mode", self.vllm_mode, _MODES)
+        arguments.share("vllm_gpu_memory_utilization", self.vllm_gpu_memory_utilization)
+        length = self.max_prompt_length + self.max_completion_length
+        object.__setattr__(self, "max_length", length)
+        super().__post_init__()
+        if self.precompute_ref_log_probs:
+            raise UsageError(
+                "precompute_ref_log_probs: completions are not known before. Leave it out, or set beta=0."
+            )
+        if self.num_generations < 2:
+            raise UsageError("num_generations: advantages compare completions. Use 2 or more.")
+        of_all = self.rows_generated * self.ranks
+        if of_all % self.num_generations:
+            raise UsageError(
+                f"num_generations: {self.num_generations} does not divide the {of_all} completions that are "
+                "generated together (per_device_train_batch_size, steps_per_generation and ranks, "
+                "multiplied). Change one of them."
+            )
+        if self.colocated and self.ranks % self.vllm_tensor_parallel_size:
+            raise UsageError(
+                f"vllm_tensor_parallel_size: {self.vllm_tensor_parallel_size} does not divide the {self.ranks} "
+                "GPUs. Use a number that does."
+            )
+
+    @property
+    def generated_together(self) -> int:
+        """Micro-batches that are generated together."""
+        return self.steps_per_generation or self.gradient_accumulation_steps
+
+    @property
+    def rows_generated(self) -> int:
+        """The rows that are generated together on each rank."""
+        return self.per_device_train_batch_size * self.generated_together
+
+    @property
+    def colocated(self) -> bool:
+        """Whether vLLM is on the GPUs of the training."""
+        return self.use_vllm and self.vllm_mode == "colocate"
+
+    @property
+    def scores(self) -> bool:
+        """Whether the policy scores completions before it is trained on them."""
+        every = self.generated_together * self.num_iterations
+        changes_between = self.gradient_accumulation_steps % every != 0
+        corrected = self.use_vllm and self.vllm_importance_sampling_correction
+        return self.trainer == RLOO or changes_between or corrected
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference: a second model or, with adapters, the same one without them."""
+        return self.beta != 0.0
+
+    def plan(
+        self,
+        gpu: str = "h100-80gb",
+        memory: int | str | None = None,
+        ceiling: int = 1 << 14,
+        headroom: float = 0.05,
+        timeout: float = 600.0,
+    ) -> RolloutsPlan:
+        """Predict the peak of each phase, and the largest micro-batch with which all of them fit, but no
+        speed; the arguments are those of ``plan_batch_size``.
+
+        Raises:
+            UsageError: an argument cannot be used.
+            NoPrediction: transformers is not installed, or a phase cannot be traced.
+        """
+        self.require_traceable()
+        question = step_question(
+            self._build,
+            optimizer=self._optimizer,
+            forward=self._forward,  # type: ignore[arg-type]  # a share of the loss, which does as well
+            worst_case=self._batch,
+            ranks=self.ranks,
+            rows=self.per_device_train_batch_size,
+            accumulation=self.gradient_accumulation_steps,
+            max_grad_norm=self.max_grad_norm or None,
+            gpu=gpu,
+            memory=memory,
+            ceiling=ceiling,
+            headroom=headroom,
+        )
+        engine = self._engine(gpu, memory)
+        phases = self._phases(engine)
+        found = call_alone(
+            answer_phases,
+            question,
+            phases,
+            TRAINING,
+            engine.share_in_training,
+            _numbers_in_weights,
+            timeout=timeout,
+        )
+        usable = question.asked.device.usable_bytes
+        planned = tuple(_planned(one, usable) for one in found.phases)
+        least = min(planned, key=lambda one: one.usable_bytes - one.peak)
+        largest = min(one.largest for one in planned)
+        most = needs = None
+        if self.colocated:
+            generating = next(one.peak for one in planned if one.name == GENERATION)
+            others = max(one.peak for one in planned if one.name != GENERATION)
+            most = engine.most(usable, generating, others)
+            needs = self._engine_needs(found.weights)
+        return RolloutsPlan(
+            largest,
+            self.per_device_train_batch_size,
+            least.peak,
+            least.parts,
+            least.usable_bytes,
+            (*question.assumptions, *filter(None, [found.as_written])),
+            phases=planned,
+            limiting=least.name,
+            most_utilization=most,
+            engine=needs,
+        )
+
+    def about(self) -> tuple[str, ...]:
+        """What is planned, for people."""
+        together = f"{self.rows_generated} rows on each GPU, {self.num_generations} for each prompt"
+        lines = [
+            *super().about(),
+            f"prompts of {self.max_prompt_length} tokens, completions of {self.max_completion_length}, all as "
+            f"long as they may be; generated together: {together}",
+        ]
+        if not self.has_reference:
+            lines.append("reference: none, as beta is 0")
+        elif self.lora:
+            lines.append("reference: the model without adapters")
+        else:
+            lines.append("reference: a second model, in memory")
+        lines.append(f"generation: {self._about_generation()}")
+        return tuple(lines)
+
+    def _about_generation(self) -> str:
+        if not self.use_vllm:
+            return "by the model itself, with a cache of keys and values for all rows at once"
+        if self.vllm_mode == "server":
+            return "by a server of vLLM on other GPUs, which takes nothing here but what sends it weights"
+        share = (
+            f"by vLLM, which takes {self.vllm_gpu_memory_utilization:g} of the whole card by its own setting "
+            "(arithmetic, not measured)"
+        )
+        if not self.vllm_enable_sleep_mode:
+            return f"{share} all the time"
+        return f"{share} while it generates; asleep it is taken to keep 1 GiB"
+
+    # --- the model ------------------------------------------------------------------------------------
+
+    def _reference_model(self) -> nn.Module | None:
+        if not self.has_reference or self.lora:
+            return None
+        reference = self._made().requires_grad_(False)
+        if self.fsdp:
+            for parameter in reference.parameters():
+                parameter.whole = parameter.shape
+                own = -(-parameter.shape[0] // self.ranks)
+                parameter.data = parameter.data.new_empty(own, *parameter.shape[1:])
+        return reference  # type: ignore[no-any-return]
+
+    def _mask(
+        self,
+        *,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        device: torch.device,
+        **_: Any,
+    ) -> torch.Tensor | None:
+        if not self.padded:
+            return None
+        return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
+
+    def _log_probs(
+        self,
+        model: Any,
+        tokens: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        **to_generate: Any,
+    ) -> Any:
+        """The log-probability of each token of completions, by TRL's head; without labels, logits."""
+        if labels is None:
+            return type(model).forward(model, position_ids=positions, **to_generate)
+        with self._mixed_precision():
+            found = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)
+            hidden = found.last_hidden_state[:, :-1]
+            weight = model.get_output_embeddings().weight
+            if isinstance(weight, DTensor):
+                weight = weight.full_tensor()
+            compute_in = self._half or hidden.dtype
+            last = self.max_completion_length
+            labels = labels[:, 1:] if hidden.device.type == "cpu" else labels[:, -last:]
+            log_probs: torch.Tensor = TiledLogProbs.apply(
+                flat(hidden, last), weight, labels.reshape(-1), compute_in
+            )
+        return log_probs.view(len(hidden), -1)[:, -last:]
+
+    # --- rows -----------------------------------------------------------------------------------------
+
+    def _batch(self, rows: int) -> Batch:
+        """A micro-batch among all that were generated together, which stay in memory: tokens and masks, and
+        numbers of 32 bits for each token of a completion."""
+        numbers = self.scores + self.has_reference + 2 * self.use_vllm
+        width = 2 * self.max_length + math.ceil(numbers * self.max_completion_length / 2)
+        generated = torch.zeros(rows * self.generated_together, width, dtype=torch.long)
+        return {"generated": generated, "advantages": torch.zeros(rows)}
+
+    def _prompts(self, rows: int) -> Batch:
+        tokens = torch.zeros(rows, self.max_prompt_length, dtype=torch.long)
+        return {"input_ids": tokens, "attention_mask": tokens.clone()}
+
+    def _tokens(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens and the labels of a micro-batch; its mask has been made and is not kept."""
+        some = batch["generated"][: len(batch["advantages"]), : self.max_length]
+        return some.clone(), some.clone()
+
+    # --- phases ---------------------------------------------------------------------------------------
+
+    def _forward(self, built: nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss of a micro-batch."""
+        tokens, labels = self._tokens(batch)
+        found = prepared_of(built).models[0](tokens, labels)
+        return policy_loss(found, batch["advantages"], with_reference=self.has_reference)
+
+    def _phases(self, engine: VllmEngine) -> list[PhaseQuestion]:
+        """What precedes training."""
+        if self.use_vllm:
+            send = PhaseQuestion(GENERATION, self._send_weights, _nothing, 0, engine.share)
+            phases = [send]
+        else:
+            times = self.generated_together
+            phases = [PhaseQuestion(GENERATION, self._generate, self._prompts, times)]
+        beside = engine.share_in_training
+        if self.scores:
+            phases.append(PhaseQuestion(SCORING, self._score, self._batch, beside=beside))
+        if self.has_reference:
+            by = self._score_by_reference
+            phases.append(PhaseQuestion(REFERENCE, by, self._batch, beside=beside))
+        return phases
+
+    def _generate(self, built: nn.Module, batch: Batch, label: Label) -> None:
+        model = prepared_of(built).models[0]
+        # PEFT generates by the model inside, which accelerate has not wrapped.
+        within = nullcontext() if self.lora else self._mixed_precision()
+
+        def logits(**inputs: Any) -> Any:
+            with within if self.lora else self._mixed_precision():
+                found = model(positions=inputs.pop("position_ids", None), **inputs)
+            if self._half and not self.lora:
+                found.logits = found.logits.float()  # accelerate's, of every output
+            return found
+
+        with without_checkpointing(model):
+            generate_longest(
+                logits,
+                model.config,  # type: ignore[union-attr]
+                batch["input_ids"],
+                self.max_completion_length,
+                label,
+            )
+
+    def _send_weights(self, built: nn.Module, batch: Batch, label: Label) -> None:
+        """Give vLLM the weights, one after the other; adapters are merged first."""
+        model = prepared_of(built).models[0]
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, Adapted):
+                    base = module.base
+                    if isinstance(base, FourBitLinear):
+                        base.dequantized(module.lora_a.weight.dtype)
+                    (module.lora_b.weight @ module.lora_a.weight) * 2.0
+            for parameter in model.parameters():
+                if isinstance(parameter, DTensor):
+                    parameter.full_tensor()
+
+    def _score(self, built: nn.Module, batch: Batch, label: Label) -> None:
+        self._scored(prepared_of(built).models[0], batch)
+
+    def _score_by_reference(self, built: nn.Module, batch: Batch, label: Label) -> None:
+        prepared: Prepared = prepared_of(built)
+        reference = prepared.models[-1]
+        whole = _gathered(reference, self._half) if self.fsdp and not self.lora else nullcontext()
+        with without_adapters(prepared.models[0]), whole:
+            self._scored(reference, batch)
+
+    def _scored(self, model: nn.Module, batch: Batch) -> None:
+        tokens, labels = self._tokens(batch)
+        with torch.no_grad(), without_checkpointing(model):
+            model(tokens, labels)
+
+    # --- vLLM -----------------------------------------------------------------------------------------
+
+    def _engine(self, gpu: str, memory: int | str | None) -> VllmEngine:
+        total = arguments.memory("memory", memory)
+        if total is None:
+            try:
+                total = gpus.gpu(gpu, "gpu", "memory").total
+            except ConfigError as error:  # which is for configs
+                raise UsageError(str(error)) from None
+        return VllmEngine(
+            total, self.vllm_gpu_memory_utilization, self.colocated, self.vllm_enable_sleep_mode
+        )
+
+    def _engine_needs(self, numbers: int) -> EngineNeeds | None:
+        if self.load_in_4bit:
+            return None  # how many bits its weights have is up to vLLM
+        config = json.loads((Path(self.folder) / "config.json").read_text())
+        shared_by = self.vllm_tensor_parallel_size
+        return engine_needs(config, numbers, shared_by, self.vllm_max_model_length)
+
+
+def _nothing(rows: int) -> Batch:
+    return {"rows": torch.zeros(rows)}
+
+
+def _planned(found: PhasePeak, usable: int) -> PlannedPhase:
+    peak = found.peak
+    left = usable - found.beside
+    return PlannedPhase(
+        found.name, found.rows, peak.reserved, found.beside, left, found.largest, peak.parts
+    )
+
+
+def _numbers_in_weights(built: nn.Module) -> int:
+    """The numbers in the weights of the policy, without adapters."""
+    model = prepared_of(built).models[0]
+    adapters = {
+        id(weight)
+        for module in model.modules()
+        if isinstance(module, Adapted)
+        for weight in (module.lora_a.weight, module.lora_b.weight)
+    }
+    return sum(one.numel() for one in model.parameters() if id(one) not in adapters)
+
+
+@contextmanager
+def _gathered(model: nn.Module, half: torch.dtype | None) -> Iterator[None]:
+    """A context in which a sharded reference is whole: TRL shards it as one unit, so FSDP2 gathers all of it at
+    once, and then copies each weight out of what it has gathered."""
+    shards = {parameter: parameter.data for parameter in model.parameters()}
+    dtypes = {one: half or one.dtype for one in shards}
+    together = [
+        torch.empty(one.whole.numel(), dtype=dtypes[one], device=one.device)  # type: ignore[attr-defined]
+        for one in shards
+    ]
+    for parameter in shards:
+        parameter.data = torch.empty(
+            parameter.whole,  # type: ignore[attr-defined]
+            dtype=dtypes[parameter],
+            device=parameter.device,
+        )
+    del together
+    try:
+        yield
+    finally:
+        for parameter, shard in shards.items():
+            parameter.data = shard
