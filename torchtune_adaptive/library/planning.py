@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -338,8 +339,10 @@ class ModelTracer(StepTracer):
     def take_phase(
         self, work: Callable[[nn.Module, Any, Callable[[str], None]], Any], batch: Any
     ) -> RecordedStep:
-        """What is done without gradients between two steps, with a batch that is made on the host. ``work`` is
-        given the model, the batch on the device, and a function that says what it allocates next."""
+        """What is done without gradients between two steps, with a batch that is made on the host.
+
+        ``work`` is given the model, the batch on the device, and a function that says what it allocates next.
+        """
 
         def label(category: str) -> None:
             self.recorder.category = category
@@ -350,6 +353,10 @@ class ModelTracer(StepTracer):
             label(self.recorder.ACTIVATIONS)
             with self.memory.running():
                 work(self.step.model, on_device, label)
+                # What FSDP2 leaves gathered for a backward pass, which does not come.
+                for module in self.step.model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
 
         return self.trace_forward(done)
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,77 +17,55 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.common import ConfigError, UsageError, arguments
-from torchtune_adaptive.library.four_bit import FourBitLinear
-from torchtune_adaptive.library.longest_generation import generate_longest, without_checkpointing
+from torchtune_adaptive.library.longest_generation import (
+    Sampling,
+    generate_longest,
+    without_checkpointing,
+)
 from torchtune_adaptive.library.phase_planning import (
     Label,
     PhasePeak,
     PhaseQuestion,
     answer_phases,
 )
-from torchtune_adaptive.library.planning import Plan, step_question
+from torchtune_adaptive.library.planning import step_question
+from torchtune_adaptive.library.rollout_parts import (
+    gathered,
+    numbers_in_weights,
+    send_weights,
+    shard,
+)
+from torchtune_adaptive.library.rollouts_plan import PlannedPhase, RolloutsPlan
 from torchtune_adaptive.library.trainer_parts import (
-    Adapted,
     TiledLogProbs,
+    Traceable,
     flat,
     policy_loss,
     without_adapters,
 )
-from torchtune_adaptive.library.transformers_step import Batch, Prepared, TransformersStep, prepared_of
+from torchtune_adaptive.library.transformers_step import (
+    Batch,
+    Prepared,
+    TransformersStep,
+    prepared_of,
+)
 from torchtune_adaptive.library.vllm_engine import EngineNeeds, VllmEngine, engine_needs
 from torchtune_adaptive.planner import call_alone, gpus
 
 GRPO, RLOO = "GRPOTrainer", "RLOOTrainer"
-GENERATION, SCORING, REFERENCE, TRAINING = (
-    "generation",
-    "scoring",
-    "scoring by the reference",
-    "training",
-)
+GENERATION, SCORING, TRAINING = "generation", "scoring", "training"
+REFERENCE = "scoring by the reference"
 _STEPS = {
-    name: f"{name} as of TRL 1.16, whose head computes log-probabilities of completions in tiles, never logits"
+    name: f"{name} as of TRL 1.16, whose head computes log-probabilities in tiles, of completions only"
     for name in (GRPO, RLOO)
 }
-_NUMBERS = ("num_generations", "max_prompt_length", "max_completion_length", "num_iterations")
-_NUMBERS += ("vllm_tensor_parallel_size",)
+_NUMBERS = (
+    *("num_generations", "max_prompt_length", "max_completion_length", "num_iterations"),
+    "vllm_tensor_parallel_size",
+)
+_MAY_BE_NONE = ("steps_per_generation", "generation_batch_size", "vllm_max_model_length")
 _SWITCHES = ("use_vllm", "vllm_enable_sleep_mode", "vllm_importance_sampling_correction")
 _MODES = ("colocate", "server")
-
-
-@dataclass(frozen=True)
-class PlannedPhase:
-    """The memory of one phase of a step."""
-
-    name: str
-    rows: int
-    """The rows that are taken at once; 0 where vLLM takes them."""
-    peak: int
-    """The most memory that the trainer reserves meanwhile, in bytes."""
-    beside: int
-    """Bytes that vLLM takes meanwhile."""
-    usable_bytes: int
-    """Usable memory, less what vLLM takes."""
-    largest: int
-    """The largest ``per_device_train_batch_size`` with which this phase fits; 0 if none does."""
-    parts: dict[str, int]
-
-
-@dataclass(frozen=True)
-class RolloutsPlan(Plan):
-    """The memory of a step that generates the rows it trains on.
-
-    ``peak``, ``parts`` and ``usable_bytes`` are those of the phase with the least room, ``largest`` is the
-    largest micro-batch with which all of them fit.
-    """
-
-    phases: tuple[PlannedPhase, ...] = ()
-    """All phases, in their order."""
-    limiting: str = ""
-    """The name of the phase with the least room."""
-    most_utilization: float | None = None
-    """The highest ``vllm_gpu_memory_utilization`` with which ``rows`` fit; None without colocated vLLM."""
-    engine: EngineNeeds | None = None
-    """What vLLM itself needs, where that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +90,8 @@ class TransformersRollouts(TransformersStep):
     """Tokens of the longest completion."""
     steps_per_generation: int | None = None
     """Micro-batches that are generated together; by default, ``gradient_accumulation_steps``."""
+    generation_batch_size: int | None = None
+    """The same as a number of rows, of all ranks together."""
     num_iterations: int = 1
     """How often what was generated is trained on."""
     beta: float = 0.0
@@ -132,13 +110,17 @@ class TransformersRollouts(TransformersStep):
     """The tokens of the longest sequence that vLLM takes; by default, the model's."""
     vllm_importance_sampling_correction: bool = True
     """Whether the trainer scores what vLLM has generated, to correct for the difference."""
+    temperature: float = 1.0
+    """The temperature at which the model itself draws tokens; with another one than 1 it holds a copy."""
+    top_p: float = 1.0
+    """The share of the probabilities among which it draws, for which it sorts them if it is below 1."""
 
     STEPS: ClassVar = _STEPS
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             arguments.whole(name, getattr(self, name))
-        for name in ("steps_per_generation", "vllm_max_model_length"):
+        for name in _MAY_BE_NONE:
             if getattr(self, name) is not None:
                 arguments.whole(name, getattr(self, name))
         for name in _SWITCHES:
@@ -154,22 +136,40 @@ class TransformersRollouts(TransformersStep):
             )
         if self.num_generations < 2:
             raise UsageError("num_generations: advantages compare completions. Use 2 or more.")
-        of_all = self.rows_generated * self.ranks
-        if of_all % self.num_generations:
-            raise UsageError(
-                f"num_generations: {self.num_generations} does not divide the {of_all} completions that are "
-                "generated together (per_device_train_batch_size, steps_per_generation and ranks, "
-                "multiplied). Change one of them."
-            )
+        self._check_division()
         if self.colocated and self.ranks % self.vllm_tensor_parallel_size:
             raise UsageError(
-                f"vllm_tensor_parallel_size: {self.vllm_tensor_parallel_size} does not divide the {self.ranks} "
-                "GPUs. Use a number that does."
+                f"vllm_tensor_parallel_size: {self.vllm_tensor_parallel_size} does not divide the "
+                f"{self.ranks} GPUs. Use a number that does."
+            )
+
+    def _check_division(self) -> None:
+        """Raise if what is generated together cannot be divided as TRL does."""
+        of_all = self.generation_batch_size
+        if of_all is not None:
+            if self.steps_per_generation is not None:
+                raise UsageError(
+                    "generation_batch_size: steps_per_generation says the same. Leave one of them out."
+                )
+            together = self.per_device_train_batch_size * self.ranks
+            if of_all % together:
+                raise UsageError(
+                    f"generation_batch_size: {of_all} is no multiple of {together}, the rows of a "
+                    "micro-batch on all GPUs. Use one."
+                )
+        rows = self.rows_generated * self.ranks
+        if rows % self.num_generations:
+            raise UsageError(
+                f"num_generations: {self.num_generations} does not divide the {rows} completions that are "
+                "generated together (per_device_train_batch_size, steps_per_generation and GPUs, "
+                "multiplied). Change one of them."
             )
 
     @property
     def generated_together(self) -> int:
         """Micro-batches that are generated together."""
+        if self.generation_batch_size is not None:
+            return self.generation_batch_size // (self.per_device_train_batch_size * self.ranks)
         return self.steps_per_generation or self.gradient_accumulation_steps
 
     @property
@@ -233,7 +233,7 @@ class TransformersRollouts(TransformersStep):
             phases,
             TRAINING,
             engine.share_in_training,
-            _numbers_in_weights,
+            _numbers_of,
             timeout=timeout,
         )
         usable = question.asked.device.usable_bytes
@@ -264,8 +264,8 @@ class TransformersRollouts(TransformersStep):
         together = f"{self.rows_generated} rows on each GPU, {self.num_generations} for each prompt"
         lines = [
             *super().about(),
-            f"prompts of {self.max_prompt_length} tokens, completions of {self.max_completion_length}, all as "
-            f"long as they may be; generated together: {together}",
+            f"prompts of {self.max_prompt_length} tokens, completions of {self.max_completion_length}, all "
+            f"as long as they may be; generated together: {together}",
         ]
         if not self.has_reference:
             lines.append("reference: none, as beta is 0")
@@ -294,26 +294,11 @@ class TransformersRollouts(TransformersStep):
     def _reference_model(self) -> nn.Module | None:
         if not self.has_reference or self.lora:
             return None
-        reference = self._made().requires_grad_(False)
+        reference: nn.Module = self._made()
+        reference.requires_grad_(False)
         if self.fsdp:
-            for parameter in reference.parameters():
-                parameter.whole = parameter.shape
-                own = -(-parameter.shape[0] // self.ranks)
-                parameter.data = parameter.data.new_empty(own, *parameter.shape[1:])
-        return reference  # type: ignore[no-any-return]
-
-    def _mask(
-        self,
-        *,
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        device: torch.device,
-        **_: Any,
-    ) -> torch.Tensor | None:
-        if not self.padded:
-            return None
-        return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
+            shard(reference, self.ranks)
+        return reference
 
     def _log_probs(
         self,
@@ -384,39 +369,24 @@ class TransformersRollouts(TransformersStep):
         return phases
 
     def _generate(self, built: nn.Module, batch: Batch, label: Label) -> None:
-        model = prepared_of(built).models[0]
+        model: Any = prepared_of(built).models[0]
         # PEFT generates by the model inside, which accelerate has not wrapped.
-        within = nullcontext() if self.lora else self._mixed_precision()
+        half = None if self.lora else self._half
 
         def logits(**inputs: Any) -> Any:
-            with within if self.lora else self._mixed_precision():
+            with Traceable() if half is None else self._mixed_precision():
                 found = model(positions=inputs.pop("position_ids", None), **inputs)
-            if self._half and not self.lora:
+            if half is not None:
                 found.logits = found.logits.float()  # accelerate's, of every output
             return found
 
+        sampling = Sampling(self.temperature != 1.0, self.top_p < 1.0)
+        longest = batch["input_ids"], self.max_completion_length
         with without_checkpointing(model):
-            generate_longest(
-                logits,
-                model.config,  # type: ignore[union-attr]
-                batch["input_ids"],
-                self.max_completion_length,
-                label,
-            )
+            generate_longest(logits, model.config, *longest, sampling, label)
 
     def _send_weights(self, built: nn.Module, batch: Batch, label: Label) -> None:
-        """Give vLLM the weights, one after the other; adapters are merged first."""
-        model = prepared_of(built).models[0]
-        with torch.no_grad():
-            for module in model.modules():
-                if isinstance(module, Adapted):
-                    base = module.base
-                    if isinstance(base, FourBitLinear):
-                        base.dequantized(module.lora_a.weight.dtype)
-                    (module.lora_b.weight @ module.lora_a.weight) * 2.0
-            for parameter in model.parameters():
-                if isinstance(parameter, DTensor):
-                    parameter.full_tensor()
+        send_weights(prepared_of(built).models[0])
 
     def _score(self, built: nn.Module, batch: Batch, label: Label) -> None:
         self._scored(prepared_of(built).models[0], batch)
@@ -424,7 +394,7 @@ class TransformersRollouts(TransformersStep):
     def _score_by_reference(self, built: nn.Module, batch: Batch, label: Label) -> None:
         prepared: Prepared = prepared_of(built)
         reference = prepared.models[-1]
-        whole = _gathered(reference, self._half) if self.fsdp and not self.lora else nullcontext()
+        whole = gathered(reference, self._half) if self.fsdp and not self.lora else nullcontext()
         with without_adapters(prepared.models[0]), whole:
             self._scored(reference, batch)
 
@@ -466,37 +436,5 @@ def _planned(found: PhasePeak, usable: int) -> PlannedPhase:
     )
 
 
-def _numbers_in_weights(built: nn.Module) -> int:
-    """The numbers in the weights of the policy, without adapters."""
-    model = prepared_of(built).models[0]
-    adapters = {
-        id(weight)
-        for module in model.modules()
-        if isinstance(module, Adapted)
-        for weight in (module.lora_a.weight, module.lora_b.weight)
-    }
-    return sum(one.numel() for one in model.parameters() if id(one) not in adapters)
-
-
-@contextmanager
-def _gathered(model: nn.Module, half: torch.dtype | None) -> Iterator[None]:
-    """A context in which a sharded reference is whole: TRL shards it as one unit, so FSDP2 gathers all of it at
-    once, and then copies each weight out of what it has gathered."""
-    shards = {parameter: parameter.data for parameter in model.parameters()}
-    dtypes = {one: half or one.dtype for one in shards}
-    together = [
-        torch.empty(one.whole.numel(), dtype=dtypes[one], device=one.device)  # type: ignore[attr-defined]
-        for one in shards
-    ]
-    for parameter in shards:
-        parameter.data = torch.empty(
-            parameter.whole,  # type: ignore[attr-defined]
-            dtype=dtypes[parameter],
-            device=parameter.device,
-        )
-    del together
-    try:
-        yield
-    finally:
-        for parameter, shard in shards.items():
-            parameter.data = shard
+def _numbers_of(built: nn.Module) -> int:
+    return numbers_in_weights(prepared_of(built).models[0])

@@ -320,7 +320,8 @@ class TransformersStep:
         """DPO's reference, if it is another model."""
         if self.trainer != DPO or self.lora or self.precompute_ref_log_probs:
             return None
-        return self._made().requires_grad_(False)  # type: ignore[no-any-return]
+        reference: nn.Module = self._made()
+        return reference.requires_grad_(False)
 
     def _policy(self) -> Any:
         """The model that is trained."""
@@ -426,13 +427,13 @@ class TransformersStep:
         )
 
     def _mask(
-        self, *, batch_size: int, kv_length: int, device: torch.device, **_: Any
+        self, *, batch_size: int, q_length: int, kv_length: int, device: torch.device, **_: Any
     ) -> torch.Tensor | None:
         """The mask of attention, which transformers makes where a row has padding. It looks for that in
         values, and there are none here."""
         if not self.padded:
             return None
-        return torch.ones(batch_size, 1, kv_length, kv_length, dtype=torch.bool, device=device)
+        return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
 
     def _mixed_precision(self) -> AbstractContextManager[Any]:
         if self._half is None:

@@ -1,7 +1,7 @@
 """The memory that vLLM takes on the GPUs of a training, as arithmetic.
 
-Read from TRL 1.16, and from what vLLM reports of itself; nothing of it was measured here. vLLM takes a share of
-the whole card, by its own setting, for its weights, its activations and its cache of keys and values.
+Read from TRL 1.16, and from what vLLM reports of itself; nothing of it was measured here. vLLM takes a share
+of the whole card, by its own setting, for its weights, its activations and its cache of keys and values.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class VllmEngine:
         return min(ASLEEP, self.share) if self.sleeps else self.share
 
     def most(self, usable: int, generating: int, others: int) -> float:
-        """The highest ``vllm_gpu_memory_utilization``, of two digits, that leaves room for a trainer that holds
-        so many bytes while it generates, and at most so many otherwise; 0 if none does."""
+        """The highest ``vllm_gpu_memory_utilization``, of two digits, that leaves room for a trainer that
+        holds so many bytes while vLLM generates, and at most so many otherwise; 0 if none does."""
         left = usable - generating if self.sleeps else usable - max(generating, others)
         if self.sleeps and others + self.share_in_training > usable:
             return 0.0
