@@ -77,7 +77,7 @@ def answer_phases(
     steps = StepsOfModel(question)
     found = [_peak(question, StepsOfPhase(steps, phase), phase) for phase in phases]
     step = PhaseQuestion(training, _nothing, question.worst_case, beside=beside)
-    found.append(_peak(question, steps, step))
+    found.append(_peak(question, steps, step, question.asked.confirmed))
     count = steps.number(lambda tracer: weights(tracer.step.model))
     return PhasesAnswer(tuple(found), count, steps.as_written)
 
@@ -107,7 +107,10 @@ class StepsOfPhase:
 
 
 def _peak(
-    question: StepQuestion, traces: StepsOfModel | StepsOfPhase, phase: PhaseQuestion
+    question: StepQuestion,
+    traces: StepsOfModel | StepsOfPhase,
+    phase: PhaseQuestion,
+    confirmed: bool = False,
 ) -> PhasePeak:
     asked = question.asked
     device = replace(asked.device, usable_bytes=asked.device.usable_bytes - phase.beside)
@@ -115,7 +118,7 @@ def _peak(
     rows = asked.rows or 1
     peak = run.peak(rows * (phase.times or 1), ANY_LENGTH, device)
     if phase.times:
-        most = run.largest(ANY_LENGTH, device, ceiling * phase.times, asked.confirmed)
+        most = run.largest(ANY_LENGTH, device, ceiling * phase.times, confirmed)
         largest = most // phase.times
     else:
         largest = ceiling if peak.reserved <= device.usable_bytes else 0

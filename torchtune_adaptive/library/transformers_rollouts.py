@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune_adaptive.common import ConfigError, UsageError, arguments
+from torchtune_adaptive.common import ConfigError, UsageError, arguments, human_bytes
 from torchtune_adaptive.library.longest_generation import (
     Sampling,
     generate_longest,
@@ -49,7 +48,12 @@ from torchtune_adaptive.library.transformers_step import (
     TransformersStep,
     prepared_of,
 )
-from torchtune_adaptive.library.vllm_engine import EngineNeeds, VllmEngine, engine_needs
+from torchtune_adaptive.library.vllm_engine import (
+    ASLEEP,
+    EngineNeeds,
+    VllmEngine,
+    engine_needs,
+)
 from torchtune_adaptive.planner import call_alone, gpus
 
 GRPO, RLOO = "GRPOTrainer", "RLOOTrainer"
@@ -66,6 +70,7 @@ _NUMBERS = (
 _MAY_BE_NONE = ("steps_per_generation", "generation_batch_size", "vllm_max_model_length")
 _SWITCHES = ("use_vllm", "vllm_enable_sleep_mode", "vllm_importance_sampling_correction")
 _MODES = ("colocate", "server")
+_GATHERED, _ACTIVATIONS = "gathered parameters", "activations"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +292,7 @@ class TransformersRollouts(TransformersStep):
         )
         if not self.vllm_enable_sleep_mode:
             return f"{share} all the time"
-        return f"{share} while it generates; asleep it is taken to keep 1 GiB"
+        return f"{share} while it generates; asleep it is taken to keep {human_bytes(ASLEEP)}"
 
     # --- the model ------------------------------------------------------------------------------------
 
@@ -363,7 +368,8 @@ class TransformersRollouts(TransformersStep):
         beside = engine.share_in_training
         if self.scores:
             phases.append(PhaseQuestion(SCORING, self._score, self._batch, beside=beside))
-        if self.has_reference:
+        # Otherwise the reference, which scores the same rows, takes no more than the policy.
+        if self.has_reference and (not self.scores or (self.fsdp and not self.lora)):
             by = self._score_by_reference
             phases.append(PhaseQuestion(REFERENCE, by, self._batch, beside=beside))
         return phases
@@ -394,9 +400,13 @@ class TransformersRollouts(TransformersStep):
     def _score_by_reference(self, built: nn.Module, batch: Batch, label: Label) -> None:
         prepared: Prepared = prepared_of(built)
         reference = prepared.models[-1]
-        whole = gathered(reference, self._half) if self.fsdp and not self.lora else nullcontext()
-        with without_adapters(prepared.models[0]), whole:
-            self._scored(reference, batch)
+        with without_adapters(prepared.models[0]):
+            if not self.fsdp or self.lora:
+                return self._scored(reference, batch)
+            label(_GATHERED)
+            with gathered(reference, self._half):
+                label(_ACTIVATIONS)
+                self._scored(reference, batch)
 
     def _scored(self, model: nn.Module, batch: Batch) -> None:
         tokens, labels = self._tokens(batch)
