@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         LayerCheckpointing,
         Outcome,
         Plan,
+        PlannedPhase,
         RolloutsPlan,
         Speed,
         Steps,

@@ -29,6 +29,9 @@ _ORDER = (
     "Plan",
     "Speed",
     "TransformersStep",
+    "TransformersRollouts",
+    "RolloutsPlan",
+    "PlannedPhase",
 )
 """The names that come first; the rest follows in alphabetical order."""
 

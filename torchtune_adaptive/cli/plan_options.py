@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trainer",
         choices=("torchtune", "Trainer", "SFTTrainer", "DPOTrainer", *GENERATING),
         default="torchtune",
-        help="the training step to plan for a --hf model: torchtune's, or that of transformers' Trainer or of "
-        "one of TRL's trainers, whose settings are then the overrides, e.g. per_device_train_batch_size=4 "
+        help="the training step to plan for a --hf model: torchtune's, or that of transformers' Trainer or "
+        "of one of TRL's trainers, whose settings are then the overrides, e.g. per_device_train_batch_size=4 "
         "(default: torchtune)",
     )
     add(

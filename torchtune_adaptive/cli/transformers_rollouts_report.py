@@ -85,9 +85,9 @@ def _about_vllm(plan: RolloutsPlan, step: TransformersRollouts) -> list[str]:
         )
     elif share < needs.least:
         lines.append(
-            f"WARNING: vLLM does not start with {human_bytes(share)}: {weights}, and its cache for one "
-            f"sequence of {needs.tokens} tokens {human_bytes(needs.cache or 0)}. Set vllm_max_model_length to "
-            f"{step.max_length} or more, or a higher {_UTILIZATION}."
+            f"WARNING: vLLM does not start with {human_bytes(share)}: {weights}, and its cache for a "
+            f"sequence of {needs.tokens} tokens {human_bytes(needs.cache or 0)}. Set a higher "
+            f"{_UTILIZATION}, or vllm_max_model_length to {step.max_length} or more."
         )
     elif (sequences := needs.sequences(share, step.max_length)) is not None:
         asked = step.rows_generated * step.vllm_tensor_parallel_size

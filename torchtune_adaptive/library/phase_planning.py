@@ -31,6 +31,8 @@ class PhaseQuestion:
     """How many times the rows of a micro-batch of training are taken at once; 0 if there are no rows."""
     beside: int = 0
     """Bytes that another holder of memory takes meanwhile."""
+    least: int = 2
+    """The rows of a batch from which on each more takes as much memory as the one before."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,7 @@ class PhasesAnswer:
 def answer_phases(
     question: StepQuestion,
     phases: Sequence[PhaseQuestion],
-    training: str,
-    beside: int,
+    training: PhaseQuestion,
     weights: Callable[[nn.Module], int],
 ) -> PhasesAnswer:
     """Trace and predict, in a process that does nothing else.
@@ -68,16 +69,14 @@ def answer_phases(
     Args:
         question: about the step.
         phases: about what precedes it.
-        training: the name of the phase that the step is.
-        beside: bytes that another holder of memory takes during the step.
+        training: about the phase that the step is.
         weights: function that counts the numbers in the weights of a model.
     """
     if question.asked.device.caching:
         check_sums()
     steps = StepsOfModel(question)
     found = [_peak(question, StepsOfPhase(steps, phase), phase) for phase in phases]
-    step = PhaseQuestion(training, _nothing, question.worst_case, beside=beside)
-    found.append(_peak(question, steps, step, question.asked.confirmed))
+    found.append(_peak(question, steps, training))
     count = steps.number(lambda tracer: weights(tracer.step.model))
     return PhasesAnswer(tuple(found), count, steps.as_written)
 
@@ -110,20 +109,16 @@ def _peak(
     question: StepQuestion,
     traces: StepsOfModel | StepsOfPhase,
     phase: PhaseQuestion,
-    confirmed: bool = False,
 ) -> PhasePeak:
     asked = question.asked
     device = replace(asked.device, usable_bytes=asked.device.usable_bytes - phase.beside)
-    run, ceiling = TracedRun(traces, ANY_LENGTH), asked.ceiling or 1
+    run = TracedRun(traces, ANY_LENGTH, rows=(phase.least, phase.least + 1))
+    ceiling = asked.ceiling or 1
     rows = asked.rows or 1
     peak = run.peak(rows * (phase.times or 1), ANY_LENGTH, device)
     if phase.times:
-        most = run.largest(ANY_LENGTH, device, ceiling * phase.times, confirmed)
+        most = run.largest(ANY_LENGTH, device, ceiling * phase.times, asked.confirmed)
         largest = most // phase.times
     else:
         largest = ceiling if peak.reserved <= device.usable_bytes else 0
     return PhasePeak(phase.name, peak.rows if phase.times else 0, peak, phase.beside, largest)
-
-
-def _nothing(*_: Any) -> None:
-    """Training is traced as a step."""

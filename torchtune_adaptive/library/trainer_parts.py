@@ -262,15 +262,13 @@ def _tiles(
     hidden: torch.Tensor, weight: torch.Tensor, compute_in: torch.dtype
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice, slice]]:
     """The memory for each tile's logits, the hidden states that they are the product of, and its columns and
-    rows."""
-    most = min(len(hidden), TiledLogProbs.TOKENS), TiledLogProbs.COLUMNS
-    memory = torch.empty(most, dtype=compute_in, device=hidden.device)
-    for row in range(0, len(hidden), most[0]):
-        rows = slice(row, row + most[0])
-        part = hidden[rows].to(compute_in)
-        for column in range(0, len(weight), most[1]):
-            columns = slice(column, min(column + most[1], len(weight)))
-            yield memory[: len(part), : columns.stop - column], part, columns, rows
+    rows. There are tiles of the first tokens only: later ones take as much, one after the other."""
+    rows = slice(min(len(hidden), TiledLogProbs.TOKENS))
+    memory = torch.empty(rows.stop, TiledLogProbs.COLUMNS, dtype=compute_in, device=hidden.device)
+    part = hidden[rows].to(compute_in)
+    for column in range(0, len(weight), TiledLogProbs.COLUMNS):
+        columns = slice(column, min(column + TiledLogProbs.COLUMNS, len(weight)))
+        yield memory[:, : columns.stop - column], part, columns, rows
 
 
 def _reduce(tile: torch.Tensor, bytes_each: int) -> None:

@@ -77,7 +77,8 @@ _GATHERED, _ACTIVATIONS = "gathered parameters", "activations"
 class TransformersRollouts(TransformersStep):
     """A step of TRL's GRPOTrainer or RLOOTrainer, to be planned with generating and scoring its rows.
 
-    Its settings have the names of the trainer's own arguments; the defaults are those of GRPOTrainer.
+    Its settings are those of ``TransformersStep`` and these, which have the names of the trainer's own
+    arguments; the defaults are those of GRPOTrainer.
 
         step = TransformersRollouts(folder="Qwen3-8B", use_vllm=True, vllm_enable_sleep_mode=True)
         print(step.plan(gpu="h100-80gb").largest)
@@ -215,7 +216,7 @@ class TransformersRollouts(TransformersStep):
             UsageError: an argument cannot be used.
             NoPrediction: transformers is not installed, or a phase cannot be traced.
         """
-        self.require_traceable()
+        self._require_traceable()
         question = step_question(
             self._build,
             optimizer=self._optimizer,
@@ -231,13 +232,13 @@ class TransformersRollouts(TransformersStep):
             headroom=headroom,
         )
         engine = self._engine(gpu, memory)
-        phases = self._phases(engine)
+        phases = self._phases(engine, self._least(question.asked.device.caching))
+        training = phases.pop()
         found = call_alone(
             answer_phases,
             question,
             phases,
-            TRAINING,
-            engine.share_in_training,
+            training,
             _numbers_of,
             timeout=timeout,
         )
@@ -357,22 +358,28 @@ class TransformersRollouts(TransformersStep):
         found = prepared_of(built).models[0](tokens, labels)
         return policy_loss(found, batch["advantages"], with_reference=self.has_reference)
 
-    def _phases(self, engine: VllmEngine) -> list[PhaseQuestion]:
-        """What precedes training."""
+    def _least(self, on_gpu: bool) -> int:
+        """The rows that fill a tile of the head: with fewer, it takes memory for fewer tokens. There are two
+        at least, as torch takes another path with one."""
+        tokens = self.max_completion_length if on_gpu else self.max_length - 1
+        return max(2, -(-TiledLogProbs.TOKENS // tokens))
+
+    def _phases(self, engine: VllmEngine, least: int) -> list[PhaseQuestion]:
+        """All phases; the last one is the step, which has no work of a phase."""
         if self.use_vllm:
             send = PhaseQuestion(GENERATION, self._send_weights, _nothing, 0, engine.share)
             phases = [send]
         else:
             times = self.generated_together
             phases = [PhaseQuestion(GENERATION, self._generate, self._prompts, times)]
-        beside = engine.share_in_training
+        alike = {"beside": engine.share_in_training, "least": least}
         if self.scores:
-            phases.append(PhaseQuestion(SCORING, self._score, self._batch, beside=beside))
+            phases.append(PhaseQuestion(SCORING, self._score, self._batch, **alike))
         # Otherwise the reference, which scores the same rows, takes no more than the policy.
         if self.has_reference and (not self.scores or (self.fsdp and not self.lora)):
             by = self._score_by_reference
-            phases.append(PhaseQuestion(REFERENCE, by, self._batch, beside=beside))
-        return phases
+            phases.append(PhaseQuestion(REFERENCE, by, self._batch, **alike))
+        return [*phases, PhaseQuestion(TRAINING, _no_work, self._batch, **alike)]
 
     def _generate(self, built: nn.Module, batch: Batch, label: Label) -> None:
         model: Any = prepared_of(built).models[0]
@@ -436,6 +443,10 @@ class TransformersRollouts(TransformersStep):
 
 def _nothing(rows: int) -> Batch:
     return {"rows": torch.zeros(rows)}
+
+
+def _no_work(*_: Any) -> None:
+    """Training is a step, and traced as such."""
 
 
 def _planned(found: PhasePeak, usable: int) -> PlannedPhase:

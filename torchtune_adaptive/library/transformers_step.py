@@ -142,8 +142,7 @@ class TransformersStep:
     fsdp: bool = False
     """Whether ranks share the weights (FSDP2); if not, each has all of them (DDP)."""
 
-    STEPS: ClassVar = _STEPS
-    """The trainers, and what is said of their steps."""
+    STEPS: ClassVar = _STEPS  # the trainers, and what is said of their steps
 
     def __post_init__(self) -> None:
         arguments.one_of("trainer", self.trainer, tuple(self.STEPS))
@@ -227,7 +226,7 @@ class TransformersStep:
             UsageError: an argument cannot be used.
             NoPrediction: transformers is not installed, or the step cannot be traced.
         """
-        self.require_traceable()
+        self._require_traceable()
         found = plan_batch_size(
             self._build,
             optimizer=self._optimizer,
@@ -246,7 +245,7 @@ class TransformersStep:
         # No speed of these steps has been compared with a real one.
         return replace(found, speed=None)
 
-    def require_traceable(self) -> None:
+    def _require_traceable(self) -> None:
         """Raise if no step of the model can be traced here.
 
         Raises:

@@ -63,7 +63,7 @@ _RLOO: Keys = {
     "num_generations": Sets("num_generations", 2),
     "beta": Sets("beta", 0.05),
 }
-_IGNORED = IGNORED | names(
+_IGNORED = (IGNORED - {"pad_to_multiple_of"}) | names(
     """
     reward_funcs num_generations_eval ds3_gather_for_generation shuffle_dataset top_k min_p
     chat_template_kwargs repetition_penalty vllm_model_impl vllm_structured_outputs_regex
