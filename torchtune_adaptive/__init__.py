@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         LayerCheckpointing,
         Outcome,
         Plan,
-        PlannedPhase,
         RolloutsPlan,
         Speed,
         Steps,

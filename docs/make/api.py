@@ -31,7 +31,6 @@ _ORDER = (
     "TransformersStep",
     "TransformersRollouts",
     "RolloutsPlan",
-    "PlannedPhase",
 )
 """The names that come first; the rest follows in alphabetical order."""
 

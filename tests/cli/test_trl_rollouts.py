@@ -14,12 +14,8 @@ from tests.helpers.hugging_face import LLAMA_1B, written
 from torchtune_adaptive.cli.other_trainers.files import read_file
 from torchtune_adaptive.cli.plan_options import add_arguments, parsed, plan_command
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.library import (
-    PlannedPhase,
-    RolloutsPlan,
-    TransformersRollouts,
-    transformers_step,
-)
+from torchtune_adaptive.library import RolloutsPlan, TransformersRollouts, transformers_step
+from torchtune_adaptive.library.rollouts_plan import PlannedPhase
 from torchtune_adaptive.library.vllm_engine import EngineNeeds
 
 GIB = 1 << 30

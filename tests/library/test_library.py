@@ -73,7 +73,6 @@ SIGNATURES = {
     "temperature=1.0, top_p=1.0)",
     "RolloutsPlan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None, phases=(), "
     "limiting='', most_utilization=None, engine=None)",
-    "PlannedPhase": "(name, rows, peak, beside, usable_bytes, largest, parts)",
     "lr_factor": "(rule, batch, start, noise=None, exponent=0.5)",
     "Outcome": "(loss, weight, gradient_norm, micro_batch, retried, allocation_retries, overflow, noise)",
     "Moment": "(samples, epochs, start, current, lr_factor=1.0, noise=None)",

@@ -101,7 +101,7 @@ def test_a_reference_is_a_second_model_or_the_same_without_adapters(
 ) -> None:
     with_it, without = plans["beta"].phases[-1].parts, plans["plain"].phases[-1].parts
     assert without["parameters"] == pytest.approx(WEIGHTS, rel=0.001)  # and buffers
-    assert with_it["parameters"] == 2 * without["parameters"]
+    assert with_it["parameters"] == pytest.approx(2 * WEIGHTS, rel=0.001)
     adapters = plans["lora"].phases[-1].parts["parameters"] - WEIGHTS
     assert 0 < adapters < WEIGHTS / 4
     assert plans["fsdp"].phases[-1].parts["parameters"] < with_it["parameters"]
@@ -110,8 +110,9 @@ def test_a_reference_is_a_second_model_or_the_same_without_adapters(
 
 
 def test_padding_costs_a_mask(plans: dict[str, RolloutsPlan]) -> None:
+    mask = 8 * 128 * 128
     padded, plain = (plans[name].phases[-1] for name in ("padded", "server"))
-    assert padded.peak > plain.peak and padded.largest < plain.largest
+    assert padded.parts["activations"] - plain.parts["activations"] >= mask
 
 
 def test_colocated_vllm_takes_its_share_all_the_time_or_while_it_generates(

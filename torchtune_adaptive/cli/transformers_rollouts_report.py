@@ -13,11 +13,7 @@ from torchtune_adaptive.common import Block, Listing, Paragraph, Table, human_by
 from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits
 
 if TYPE_CHECKING:
-    from torchtune_adaptive.library import (
-        PlannedPhase,
-        RolloutsPlan,
-        TransformersRollouts,
-    )
+    from torchtune_adaptive.library import RolloutsPlan, TransformersRollouts
 
 _UTILIZATION = "vllm_gpu_memory_utilization"
 
@@ -26,7 +22,7 @@ def verdict_of(plan: RolloutsPlan, device: DeviceLimits) -> str:
     """The worst verdict of a phase; nothing fits if vLLM has no room for its weights."""
     if _missing(plan):
         return DOES_NOT_FIT
-    verdicts = [_limits(device, phase).verdict(phase.peak) for phase in plan.phases]
+    verdicts = [_limits(device, phase.usable_bytes).verdict(phase.peak) for phase in plan.phases]
     return next((one for one in (DOES_NOT_FIT, "UNCERTAIN") if one in verdicts), "FITS")
 
 
@@ -39,7 +35,7 @@ def rollouts_blocks(
 ) -> list[Block]:
     """The answer, what each phase takes and what of."""
     limiting = next(phase for phase in plan.phases if phase.name == plan.limiting)
-    limits = _limits(device, limiting)
+    limits = _limits(device, limiting.usable_bytes)
     largest = f"Largest that fits: {plan.largest}." if plan.largest else "Not even one row fits."
     devices = f"{step.ranks}{' x' * (step.ranks > 1)} {device.name}"
     beside = f", beside {human_bytes(limiting.beside)} of vLLM" if limiting.beside else ""
@@ -143,7 +139,7 @@ def _phases(plan: RolloutsPlan, device: DeviceLimits) -> Table:
             human_bytes(phase.peak),
             human_bytes(phase.beside) if phase.beside else "",
             human_bytes(phase.peak + phase.beside),
-            _limits(device, phase).verdict(phase.peak),
+            _limits(device, phase.usable_bytes).verdict(phase.peak),
             str(phase.largest or "none") if phase.rows else "",
         )
         for phase in plan.phases
@@ -166,5 +162,6 @@ def _memory(plan: RolloutsPlan) -> Table:
     return Table("", header, rows, right=range(1, len(header)))
 
 
-def _limits(device: DeviceLimits, phase: PlannedPhase) -> DeviceLimits:
-    return replace(device, usable_bytes=phase.usable_bytes)
+def _limits(device: DeviceLimits, usable_bytes: int) -> DeviceLimits:
+    """What vLLM leaves of the device."""
+    return replace(device, usable_bytes=usable_bytes)

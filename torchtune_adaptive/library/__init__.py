@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.library.forward_only import ForwardOnly
     from torchtune_adaptive.library.layers import LayerCheckpointing
     from torchtune_adaptive.library.planning import Plan, plan_batch_size
-    from torchtune_adaptive.library.rollouts_plan import PlannedPhase, RolloutsPlan
+    from torchtune_adaptive.library.rollouts_plan import RolloutsPlan
     from torchtune_adaptive.library.sampling import Steps, steps_of
     from torchtune_adaptive.library.search import BatchSize, find_batch_size
     from torchtune_adaptive.library.step import AdaptiveStep, Outcome
