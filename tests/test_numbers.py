@@ -237,7 +237,7 @@ CLAIMS = [
     ),
     Claim(
         "docs/planning.md",
-        r"training and scoring are within ([\d.]+) % and generation by the model within ([\d.]+) % of what TRL",
+        r"training and scoring are within ([\d.]+) % and generation by the model within ([\d.]+) % of what",
         lambda: [f"{100 * tolerance:g}" for tolerance in tolerances_of_rollouts()],
     ),
     Claim(

@@ -36,9 +36,9 @@ class RolloutsPlan(Plan):
     """
 
     phases: tuple[PlannedPhase, ...] = ()
-    """All phases, in their order: each with its ``name``, the ``rows`` that are taken at once, its ``peak``, the
-    bytes that vLLM takes ``beside`` it, the ``usable_bytes`` that are left, and the ``largest`` micro-batch with
-    which it fits."""
+    """All phases, in their order: each has its ``name``, the ``rows`` that are taken at once, its ``peak``,
+    the bytes that vLLM takes ``beside`` it, the ``usable_bytes`` that are left, and the ``largest``
+    micro-batch with which it fits."""
     limiting: str = ""
     """The name of the phase with the least room."""
     most_utilization: float | None = None
