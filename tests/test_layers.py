@@ -30,7 +30,8 @@ MAY_IMPORT = {
 }
 FOLDERS = {
     "core": "private sizes device ranks rows step search",
-    "planner": "private workers gpu_names speed memory repetition deep_step trace traced_run steps_by_choice",
+    "planner": "private workers gpu_names speed memory repetition deep_step other_lengths trace traced_run "
+    "steps_by_choice",
     "recipe": "private shadowing versions signals install upstream decoders tiny tiny_vision settings "
     "registry components rewards data setup rollout checkpoints kinds train proofreading tracing plan "
     "search origin record training run rollout_run adaptive_recipe launch stable",
@@ -49,6 +50,7 @@ WITHOUT_TORCH = (
     "planner.memory",
     "planner.speed",
     "planner.deep_step",
+    "planner.other_lengths",
     "cli.other_trainers",
 )
 FOREIGN = {"omegaconf", "yaml", "torchtune", "torchao", "torchtune_adaptive.recipe"}

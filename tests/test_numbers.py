@@ -47,7 +47,14 @@ from torchtune_adaptive.planner.memory.estimate import ERROR
 from torchtune_adaptive.planner.memory.gpus import COMMUNICATION, CONTEXT, GIB, GPUS, MIB
 from torchtune_adaptive.planner.memory.planned import ERROR_BAND, FRAGMENTATION
 from torchtune_adaptive.planner.speed.devices import PCIE
-from torchtune_adaptive.planner.speed.speed import COMPILED_BAND, EAGER_BAND, QUANTIZED_BAND, Speed
+from torchtune_adaptive.planner.speed.speed import (
+    COMPILED_BAND,
+    EAGER_BAND,
+    MUCH_ATTENTION,
+    QUANTIZED_BAND,
+    SLOWEST_ATTENTION,
+    Speed,
+)
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.train.display import EVERY_SECONDS
 from torchtune_adaptive.recipe.train.stop import SAME_REQUEST
@@ -219,6 +226,11 @@ CLAIMS = [
         r"taken to be (\d+) % below to (\d+) % above the predicted one \(compiled: -(\d+) to \+(\d+) %, "
         r"quantized: -(\d+) to \+(\d+) %\)",
         lambda: map(percent, (*EAGER_BAND, *COMPILED_BAND, *QUANTIZED_BAND)),
+    ),
+    Claim(
+        "docs/planning.md",
+        r"attention takes more than ([\d.]+) of a step, as it does with long rows, it may be (\d+) % below",
+        lambda: (str(MUCH_ATTENTION), percent(SLOWEST_ATTENTION)),
     ),
     Claim(
         "docs/planning.md",

@@ -80,7 +80,8 @@ GPU](planning.md).
   decides, the size has a star: a trial on the device may find a smaller one. 5 % of the capacity stays free.
 - The real speed is taken to be within {speed}, of QLoRA {quantized}. All tokens count, padding as well.
 - *none*: not even one row fits. Where the weights (of full training, with gradients and AdamW's state) take
-  more than the memory, that is arithmetic, and nothing was traced.
+  more than the memory, that is arithmetic, and nothing was traced. With a
+  star: one row may run if torch's allocator returns memory in the middle of a step (allocation retries).
 - All with activation checkpointing, bf16 weights (QLoRA: NF4), AdamW, and one micro-batch in a step; nothing
   is compiled. Several GPUs are FSDP2. Adapters have the rank of torchtune's config, which differs by model.
 """

@@ -327,6 +327,40 @@ def test_an_interruption_after_the_first_answer_keeps_it(
     assert capsys.readouterr().err.endswith("Interrupted. Not finished: alternatives.\n")
 
 
+def test_an_interruption_prints_the_alternatives_that_are_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited = TraceProgress.wait
+
+    def interrupted_later(progress: TraceProgress, *futures: Future[Any]) -> None:
+        waited(progress, *(futures or progress._followed))
+        if not futures:
+            last = Future[int]()
+            progress.follow(last, "the check of the largest size")
+            monkeypatch.setattr(plan_progress, "wait", interrupt)
+            waited(progress)
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TraceProgress, "wait", interrupted_later)
+    assert plan_command(asked(["tiny/full", "--memory", "64MiB", "device=cpu"])) == 0
+    out, err = capsys.readouterr()
+    assert "batch_size 2: FITS" in out.splitlines()[0] and "activation checkpointing" in out
+    assert err.endswith("Interrupted. Not finished: the check of the largest size.\n")
+
+
+def test_an_interruption_before_the_first_answer_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planning, "_predict", interrupted)
+    assert plan_command(asked(["tiny/full", "--memory", "64MiB", "device=cpu"])) == 130
+    assert capsys.readouterr().err.endswith("plan: interrupted before the first answer\n")
+
+
 def test_only_what_must_be_traced_has_an_estimate() -> None:
     answers = Answers(False)
     remembered, traced = Future[int](), Future[int]()

@@ -23,45 +23,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchtune_adaptive.core.device.accelerator import AcceleratorMemory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.planner import fake_device
-from torchtune_adaptive.planner.memory.allocator import Allocator, MemoryBlock
+from torchtune_adaptive.planner.memory.allocator import LimitedAllocator, MemoryBlock, OutOfMemory
 
 SCALE = 4096  # a tiny model's tensors, as large as blocks that an allocator notices
 
 
 def cuda_error(detail: str) -> Exception:
     return torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {detail}.")
-
-
-class OutOfMemory(Exception):
-    """There is no block, and no room for another, even after cached segments are returned."""
-
-
-class LimitedAllocator(Allocator):
-    """One whose device runs out: then it returns all segments without a block in use, as torch's does, and
-    asks once more (a *retry*, which costs time)."""
-
-    def __init__(self, capacity: int, expandable: bool = False) -> None:
-        super().__init__(expandable)
-        self.capacity = capacity
-        self.retries = 0
-
-    def allocate(self, nbytes: int, stream: int = 0) -> MemoryBlock:
-        try:
-            return super().allocate(nbytes, stream)
-        except OutOfMemory:
-            self.retries += 1
-            self.release()
-        return super().allocate(nbytes, stream)
-
-    def watch(self) -> None:
-        super().watch()
-        self.retries = 0
-
-    def _get(self, nbytes: int) -> None:
-        if self.reserved + nbytes > self.capacity:
-            held = f"{self.reserved:,} of {self.capacity:,} reserved"
-            raise OutOfMemory(f"{nbytes:,} bytes, with {held}")
-        super()._get(nbytes)
 
 
 class Card(SimulatedMemory):

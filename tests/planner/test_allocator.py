@@ -7,8 +7,13 @@ import random
 
 import pytest
 
-from tests.helpers.accelerator import LimitedAllocator, OutOfMemory
-from torchtune_adaptive.planner.memory.allocator import KIB, MIB, Allocator
+from torchtune_adaptive.planner.memory.allocator import (
+    KIB,
+    MIB,
+    Allocator,
+    LimitedAllocator,
+    OutOfMemory,
+)
 
 BOTH = pytest.mark.parametrize("expandable", [False, True])
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from itertools import combinations, pairwise
 from statistics import quantiles
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ from torchtune_adaptive.planner.speed.operations import (
 )
 from torchtune_adaptive.planner.speed.replay import LAUNCHES, step_time
 from torchtune_adaptive.planner.speed.roofline import seconds
-from torchtune_adaptive.planner.speed.speed import EAGER_BAND, Pace, Speed
+from torchtune_adaptive.planner.speed.speed import EAGER_BAND, MUCH_ATTENTION, Pace, Speed
 
 A100 = SPEEDS["a100-80gb"]
 FAST_HOST = replace(A100, launch=0.0, kernel=0.0)
@@ -276,7 +277,7 @@ def test_a_measurement_corrects_and_narrows_the_band() -> None:
     pace = Pace(A100, 1, compiled=True, quantized=False, dtype="bfloat16")
     plain, corrected = (p.speed(step, 2, 64, 1) for p in (pace, replace(pace, correction=1.25)))
     assert corrected.seconds == pytest.approx(1.25 * plain.seconds)
-    bands = [one.band for one in (corrected, plain, replace(pace, quantized=True))]
+    bands = [corrected.band, plain.band, replace(pace, quantized=True).band(0.0)]
     assert bands == sorted(bands, key=lambda band: band[1] - band[0])
     assert plain.hours(plain.tokens_per_second_per_gpu * 7200, 2) == pytest.approx(1.0)
 
@@ -299,6 +300,38 @@ def test_the_band_is_that_of_rows_that_nobody_had_seen() -> None:
     low, high = EAGER_BAND
     assert low == pytest.approx(quantiles(shares, n=20, method="inclusive")[0], abs=0.01)
     assert max(shares) < high
+
+
+def test_the_band_holds_nine_times_of_ten_on_each_side_of_the_share_of_attention() -> None:
+    blind = RESULTS.read_text().partition("## Blind rows")[2]
+    rows = re.findall(r"\| ([\d,]+) \| ([\d,]+) \| [+-]\d+ % \| [^|]*attention (\d+)", blind)
+    inside: dict[bool, list[bool]] = {True: [], False: []}
+    pace = Pace(A100, 8, compiled=False, quantized=False, dtype="bfloat16")
+    for real, predicted, percent in rows:
+        low, high = pace.band(int(percent) / 100)
+        share = float(real.replace(",", "")) / float(predicted.replace(",", "")) - 1
+        inside[int(percent) > 30].append(low <= share <= high)
+    assert len(inside[True]) + len(inside[False]) == 26
+    for rows_inside in inside.values():
+        assert sum(rows_inside) >= 0.9 * len(rows_inside) > 0
+
+
+@pytest.mark.parametrize(
+    ("facts", "lowest"),
+    [
+        ({}, -0.45),
+        ({"compiled": True}, -0.45),
+        ({"quantized": True}, -0.45),
+        ({"correction": 1.1}, -0.05),
+    ],
+)
+def test_where_attention_decides_the_speed_may_be_lower(
+    facts: dict[str, Any], lowest: float
+) -> None:
+    given: dict[str, Any] = {"compiled": False, "quantized": False, "dtype": "bfloat16"} | facts
+    pace = Pace(A100, 1, **given)
+    assert pace.band(MUCH_ATTENTION)[0] >= pace.band(0.31)[0] == lowest
+    assert pace.band(0.31)[1] == pace.band(0.0)[1]
 
 
 def test_what_is_too_close_to_call_is_so_on_published_rows() -> None:

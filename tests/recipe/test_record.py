@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
 from contextlib import suppress
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -18,6 +15,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from tests.helpers.browser import opened
 from tests.helpers.configs import config
 from tests.helpers.killing import Fault, in_child
 from tests.helpers.reports import report
@@ -42,8 +40,6 @@ from torchtune_adaptive.recipe.settings.knob_table import choices, configured_ch
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME, Events
 from torchtune_adaptive.recipe.train.history import Course, History, MarkKind, Point
 from torchtune_adaptive.recipe.train.metrics import Summary, Trained
-
-BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser")
 
 
 class Logger:
@@ -93,25 +89,6 @@ def budget_report(used: bool = True) -> BudgetReport:
     speeds = Throughput(0.4, 1666.0), Throughput(0.1, 1427.0)
     by_tokens = ByTokens(budget, np.array([1]), 0, -100)
     return BudgetReport(by_tokens, trials, *speeds, used, split=Split(16, 1, 2))
-
-
-def opened(path: Path) -> str:
-    """The document as a browser has it after it has opened a page, with nothing else to load it from."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        assert not os.environ.get("REQUIRE_BROWSER"), f"none of {BROWSERS} is installed"
-        pytest.skip(f"none of {BROWSERS} is installed (apt-get install chromium-headless-shell)")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    profile = f"--user-data-dir={path.parent / 'profile'}"
-    done = subprocess.run(
-        [browser, *options, profile, "--dump-dom", path.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    assert "CONSOLE" not in done.stderr, done.stderr  # where it complains of a page
-    return done.stdout
 
 
 def test_a_browser_shows_the_whole_report(tmp_path: Path) -> None:

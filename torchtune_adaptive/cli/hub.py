@@ -33,6 +33,11 @@ class GivenModel:
     """Where the Hub's ``config.json`` was found; empty for a folder."""
 
     @property
+    def given(self) -> str:
+        """What to type for it."""
+        return self.name if self.source else str(self.folder)
+
+    @property
     def about(self) -> tuple[str, ...]:
         """Where it comes from, and torchtune's configs of it, for people."""
         lines = [f"config.json: of {self.name}, {self.source}"] if self.source else []

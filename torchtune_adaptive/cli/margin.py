@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torchtune_adaptive.common import human_bytes
-from torchtune_adaptive.planner import DeviceLimits
+from torchtune_adaptive.planner import DeviceLimits, Peak
 
 
 def peak_of(device: DeviceLimits, reserved: int) -> str:
@@ -11,11 +13,34 @@ def peak_of(device: DeviceLimits, reserved: int) -> str:
     return f"{human_bytes(reserved)} ({_error(device)}) of {human_bytes(device.usable_bytes)}"
 
 
+def cautions(device: DeviceLimits, peaks: Iterable[tuple[str, Peak]], where: str) -> list[str]:
+    """The lines about those of the peaks that only a trial can tell about, each with its name, after
+    ``where``."""
+    by_error, by_retries = dict[str, None](), dict[str, None]()
+    for name, peak in peaks:
+        if peak.verdict(device) == "UNCERTAIN":
+            (by_retries if peak.with_retries else by_error)[name] = None
+    lines = []
+    if by_error:
+        lines.append(caution(device, f"{where} {' and '.join(by_error)}"))
+    if by_retries:
+        lines.append(caution_of_retries(f"{where} {' and '.join(by_retries)}"))
+    return lines
+
+
 def caution(device: DeviceLimits, where: str) -> str:
     """The line about a peak that is so near the usable memory that the prediction's error decides."""
     return (
         f"Caution: {where} the usable memory is within the prediction's error ({_error(device)}); only a "
         "trial on the device can tell."
+    )
+
+
+def caution_of_retries(where: str) -> str:
+    """The line about a peak that is above the usable memory by what the allocator can return."""
+    return (
+        f"Caution: {where} a step runs only if torch's allocator returns memory in the middle of it and "
+        "requests it again (allocation retries), which takes time. A search takes that for too much."
     )
 
 

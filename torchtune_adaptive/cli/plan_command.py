@@ -7,7 +7,9 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
@@ -17,6 +19,8 @@ from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.hub import instead_of_config
 from torchtune_adaptive.cli.hugging_face import config_for
 from torchtune_adaptive.cli.job import Job, job
+from torchtune_adaptive.cli.page_questions import PageTables, tables_for
+from torchtune_adaptive.cli.plan_page import write_page
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import Interrupted, TraceProgress
 from torchtune_adaptive.cli.plan_report import (
@@ -48,6 +52,7 @@ from torchtune_adaptive.recipe import (
     plan_request,
     predict,
     rank_candidates,
+    tabulated,
     warn_of_unused_keys,
     with_overrides,
 )
@@ -61,6 +66,7 @@ _WORK: dict[Callable[..., Any], str] = {
     compare: "--compare",
     largest_adapter_rank: "the highest adapter rank",
     rank_candidates: "--fastest",
+    tabulated: "the page",
 }
 """What is found after the first answer."""
 
@@ -70,14 +76,27 @@ def plan_config(
 ) -> str:
     """Print a prediction; returns its verdict."""
     name, cfg = _config(arguments)
-    plan = plan_request(cfg, ranks, gpu, memory, arguments.seq_len, name, machine)
+    again = partial(
+        plan_request,
+        cfg=cfg,
+        ranks=ranks,
+        gpu_name=gpu,
+        memory=memory,
+        length=arguments.seq_len,
+        name=name,
+        machine=machine,
+    )
+    plan = again()
     if arguments.hf:
         plan = replace(plan, assumptions=(_WHOSE_STEP, *arguments.hf.about, *plan.assumptions))
     warn_of_unused_keys(cfg, plan.asked.kind)
+    tables = tables_for(plan, arguments, again)
     try:
-        report = _predict(plan, arguments)
+        report = _predict(plan, arguments, tables)
     except Interrupted as end:
         print(end, file=sys.stderr)
+        if tables:
+            _write_page(arguments, tables)
         return end.verdict
     if arguments.json:
         print(json.dumps(as_dict(report), indent=1))
@@ -86,7 +105,17 @@ def plan_config(
     if arguments.plot is not None:
         draw(report, arguments.plot)
         print(f"Plot: {arguments.plot}", file=sys.stderr)  # stdout may be JSON
+    if tables:
+        _write_page(arguments, tables)
     return report.verdict
+
+
+def _write_page(arguments: argparse.Namespace, tables: PageTables) -> None:
+    page = tables.page(arguments)
+    if page is not None:
+        write_page(arguments.html, page)
+    said = arguments.html if page else "not written, as its first answer was not finished"
+    print(f"Page: {said}", file=sys.stderr)
 
 
 def _config(arguments: argparse.Namespace) -> tuple[str, DictConfig]:
@@ -131,7 +160,9 @@ def _config_or_advice(name: str) -> DictConfig:
         raise ConfigError("CONFIG", name, "is not a config", advice) from None
 
 
-def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
+def _predict(
+    plan: PlanRequest, arguments: argparse.Namespace, tables: PageTables | None = None
+) -> PlanReport:
     """Predict everything at once; the headline is printed as soon as it is known."""
     in_detail = arguments.plot is not None
     fastest = arguments.fastest or arguments.may_change is not None
@@ -155,7 +186,8 @@ def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
             return answer
 
         query = plan.query(in_detail=in_detail, confirmed=rollouts)
-        configured = ask(predict, query)
+        configured = answers.ask(predict, query)
+        progress.follow(configured, "the first answer")
         if answers.must_trace(configured) and (about := estimated(plan)):
             progress.estimate(estimate_line(plan, about))
         ranked = _ask_for_candidates(plan, arguments.may_change, ask) if fastest else None
@@ -165,10 +197,10 @@ def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
             found: Prediction = configured.result()
         finally:
             answers.checked()  # if it failed, that explains any other failure
+        verdict = found.verdict(plan.device)
         if not arguments.json:
-            verdict = found.verdict(plan.device)
             progress.print(arguments.render(headline(plan, found, asked_job)), verdict)
-        if alternatives and found.verdict(plan.device) == DOES_NOT_FIT:
+        if alternatives and verdict == DOES_NOT_FIT:
             more = list(splits(plan))
             progress.expect_more(len(more))
             alternatives += more
@@ -188,20 +220,47 @@ def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
             compared = ask(compare, plan.query(), devices)
         if alternatives and lora:
             by_rank = ask(largest_adapter_rank, query)
-        progress.wait()
-        prediction, by_length = confirmed.result() if confirmed else (found, None)
-        return PlanReport(
-            plan,
-            prediction,
-            first_answer=found,
-            last_rank=last.result() if last else None,
-            outcomes=[*map(_outcome, alternatives, others)],
-            by_length=by_length,
-            adapter_rank=by_rank.result() if by_rank else None,
-            job=asked_job,
-            compared=compared.result() if compared else (),
-            fastest=ranked(prediction) if ranked else None,
-        )
+
+        def report() -> PlanReport:
+            """What is known by now."""
+            prediction, by_length = _known(confirmed) or (found, None)
+            known = [
+                (alternative, done)
+                for alternative, done in zip(alternatives, others, strict=True)
+                if _is_known(done)
+            ]
+            return PlanReport(
+                plan,
+                prediction,
+                first_answer=found,
+                last_rank=_known(last),
+                outcomes=[_outcome(*one) for one in known],
+                by_length=by_length,
+                adapter_rank=_known(by_rank),
+                job=asked_job,
+                compared=_known(compared) or (),
+                fastest=ranked(prediction) if ranked else None,
+            )
+
+        try:
+            progress.wait()
+            if tables:
+                tables.ask(ask, progress)
+        except KeyboardInterrupt:
+            if not (arguments.json or ranked):
+                with suppress(AdaptiveBatchingError):  # the user does not wait for what has failed
+                    progress.print(arguments.render(details(report())), verdict)
+            raise
+        return report()
+
+
+def _is_known(answer: Future[Any]) -> bool:
+    return answer.done() and not answer.cancelled()
+
+
+def _known(answer: Future[Any] | None) -> Any:
+    """An answer that was asked for, once it is there; else None."""
+    return answer.result() if answer is not None and _is_known(answer) else None
 
 
 def _job(

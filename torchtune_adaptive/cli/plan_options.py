@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from torchtune_adaptive.planner import DOES_NOT_FIT, gpus
 
 EXIT_STATUS = {"FITS": 0, DOES_NOT_FIT: 1, "UNCERTAIN": 2}
 NO_ANSWER = 2
+INTERRUPTED = 128 + signal.SIGINT  # as a shell reports it
 _EXAMPLES = """\
 examples:
   does it fit, what is the largest micro-batch, and how fast is it:
@@ -118,6 +120,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print Markdown",
     )
     add("--plot", type=Path, metavar="FILE", help="save a plot of peak memory (.png, .svg, .pdf)")
+    html_help = (
+        "save one page of HTML on which rows, their length, GPUs and checkpointing can be changed"
+    )
+    add("--html", type=Path, metavar="FILE", help=html_help)
     skip_help = "skip the comparison with alternative settings (much faster)"
     add("--no-what-ifs", action="store_true", help=skip_help)
     add("--list-gpus", action="store_true", help="list known GPUs and exit")
@@ -143,7 +149,7 @@ def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
-    """Print a prediction; returns the exit status: 0 fits, 1 does not fit, 2 no prediction."""
+    """Print a prediction; returns the exit status: 0 fits, 1 does not, 2 no prediction, 130 interrupted."""
     if arguments.list_gpus:
         print("\n".join(_gpu_table()))
         return 0
@@ -151,6 +157,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
         return _plan(arguments)
     except AdaptiveBatchingError as error:
         kind, reason = type(error).__name__, str(error)
+    except KeyboardInterrupt:
+        print("tune-adaptive plan: interrupted before the first answer", file=sys.stderr)
+        return INTERRUPTED
     if arguments.json:
         print(json.dumps({"verdict": None, "error": {"type": kind, "message": reason}}, indent=1))
     print(f"tune-adaptive plan: error: {reason}", file=sys.stderr)

@@ -1,5 +1,7 @@
-"""The progress of a plan, ``tracing 3 of 17, 40 s``, and an estimate before the first answer. Both are on
-stderr: rewritten in place on a terminal, else plain lines."""
+"""The progress of a plan, ``tracing 3 of 17 for alternatives, 40 s``, and an estimate before an answer.
+
+Both are on stderr: rewritten in place on a terminal, else plain lines.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _IN_PLACE, _IN_LINES = 1.0, 30.0
 """Seconds after which the state is said again; tracing a large model takes minutes."""
 
@@ -22,6 +25,18 @@ class Interrupted(Exception):
     def __init__(self, verdict: str, left: Sequence[str]) -> None:
         self.verdict = verdict
         super().__init__(f"Interrupted. Not finished: {', '.join(left)}.")
+
+
+def with_progress(work: Callable[[], T]) -> T:
+    """Call a function that takes seconds, and keep saying that tracing goes on."""
+    done: Future[None] = Future()
+    with TraceProgress(1) as progress:
+        progress.follow(done)
+        threading.Thread(target=progress.wait, daemon=True).start()
+        try:
+            return work()  # in this thread, which Ctrl-C interrupts
+        finally:
+            done.set_result(None)
 
 
 class TraceProgress:
@@ -99,7 +114,9 @@ class TraceProgress:
         if self._done < self._expected:
             seconds = time.monotonic() - self._started
             passed = f", {seconds:.0f} s" if seconds >= 1 else ""
-            text = f"tracing {self._done + 1} of {self._expected}{passed}"
+            work = next((work for one, work in self._followed.items() if not one.done()), "")
+            purpose = f" for {work}" if work else ""
+            text = f"tracing {self._done + 1} of {self._expected}{purpose}{passed}"
             if self._in_place:
                 print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
             else:

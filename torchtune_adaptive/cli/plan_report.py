@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
 from torchtune_adaptive.cli.job import Job
-from torchtune_adaptive.cli.margin import caution, peak_of
+from torchtune_adaptive.cli.margin import cautions, peak_of
 from torchtune_adaptive.cli.rollout_report import memory_rows, rollout_blocks
 from torchtune_adaptive.cli.speed_report import (
     compare_table,
@@ -25,7 +25,7 @@ _NOT_SCALED = (
     "Memory did not scale as expected for this config, so every size was traced separately (slower, equally "
     "reliable)."
 )
-_AS_WRITTEN = (
+AS_WRITTEN = (
     "What is compiled is predicted as if it were not, which takes more memory: this is an upper bound. It "
     "cannot be followed here: {}."
 )
@@ -72,8 +72,12 @@ class PlanReport:
     def verdict(self) -> str:
         """The verdict for the configured batch size, on the rank where it is worse."""
         answers = [self.found, *([self.last_rank] if self.last_rank else [])]
-        verdicts = {one.verdict(self.plan.device) for one in answers}
-        return next(v for v in (DOES_NOT_FIT, "UNCERTAIN", "FITS") if v in verdicts)
+        return worst([one.verdict(self.plan.device) for one in answers])
+
+
+def worst(verdicts: Sequence[str]) -> str:
+    """The worst of some verdicts."""
+    return next(v for v in (DOES_NOT_FIT, "UNCERTAIN", "FITS") if v in verdicts)
 
 
 def estimate_line(plan: PlanRequest, about: Peak) -> str:
@@ -100,7 +104,7 @@ def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[B
     if found.traced_directly:
         blocks.append(Paragraph([_NOT_SCALED]))
     if found.as_written:
-        blocks.append(Paragraph([_AS_WRITTEN.format(found.as_written)], important=True))
+        blocks.append(Paragraph([AS_WRITTEN.format(found.as_written)], important=True))
     if plan.assumptions:
         blocks.append(Listing("Assumptions", plan.assumptions))
     return blocks
@@ -123,13 +127,11 @@ def _largest_text(found: Prediction) -> str:
 
 
 def _cautions(plan: PlanRequest, found: Prediction) -> list[str]:
-    """Sizes whose peak is so near the usable memory that the prediction's error decides."""
-    near = {peak.rows: peak for peak in (found.configured, found.picked, found.at_largest) if peak}
-    uncertain = [rows for rows, peak in near.items() if peak.verdict(plan.device) == "UNCERTAIN"]
-    if not uncertain:
-        return []
-    sizes = " and ".join(map(str, sorted(uncertain)))
-    return [caution(plan.device, f"at batch_size {sizes}")]
+    """Lines about sizes of which only a trial can tell whether they fit."""
+    of_interest = (found.configured, found.picked, found.at_largest)
+    by_rows = {peak.rows: peak for peak in of_interest if peak}
+    named = [(str(rows), peak) for rows, peak in sorted(by_rows.items())]
+    return cautions(plan.device, named, "at batch_size")
 
 
 def _memory_table(found: Prediction) -> Table:

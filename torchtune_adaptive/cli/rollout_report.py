@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torchtune_adaptive.cli.job import Job
-from torchtune_adaptive.cli.margin import caution, peak_of
+from torchtune_adaptive.cli.margin import cautions, peak_of
 from torchtune_adaptive.cli.speed_report import band_text, cost_lines, human_seconds
 from torchtune_adaptive.common import Block, Paragraph, Table, counted, human_bytes
 from torchtune_adaptive.planner import DOES_NOT_FIT, Peak, Speed
@@ -55,14 +55,13 @@ def _sizes(rollout: RolloutPrediction) -> Iterator[str]:
 
 
 def _cautions(plan: PlanRequest, rollout: RolloutPrediction) -> list[str]:
-    near = [
-        phase.name
+    peaks = [
+        (phase.name, peak)
         for phase in rollout.phases
-        if any(
-            p and p.verdict(plan.device) == "UNCERTAIN" for p in (phase.configured, phase.picked)
-        )
+        for peak in (phase.configured, phase.picked)
+        if peak
     ]
-    return [caution(plan.device, f"in {' and '.join(near)}")] if near else []
+    return cautions(plan.device, peaks, "in")
 
 
 def _phases(plan: PlanRequest, rollout: RolloutPrediction) -> Table:

@@ -25,6 +25,11 @@ def speed_blocks(speed: Speed, rows: int, ranks: int, job: Job, fits: bool = Tru
         f"Speed at batch_size {rows}{condition}: {each:,.0f} tokens/s per GPU ({band_text(speed)}){in_all}, "
         f"MFU {speed.mfu:.0%}; a step takes {human_seconds(speed.seconds)}."
     ]
+    if speed.attention_decides:
+        lines.append(
+            "Attention takes much of it, and is predicted as fast as FlashAttention-2. With older kernels, "
+            "the speed is nearer to the lower end."
+        )
     if fits:
         lines += cost_lines(speed, ranks, job)
     elif job.tokens is not None:

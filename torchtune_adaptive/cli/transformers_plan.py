@@ -6,13 +6,15 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from torchtune_adaptive.cli.hugging_face import Method, read_config
-from torchtune_adaptive.cli.margin import peak_of
+from torchtune_adaptive.cli.margin import caution, caution_of_retries, peak_of
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile
+from torchtune_adaptive.cli.plan_progress import with_progress
 from torchtune_adaptive.cli.trainer_file_report import advice, subject
 from torchtune_adaptive.cli.transformers_rollouts_report import rollouts_blocks, verdict_of
 from torchtune_adaptive.common import (
@@ -33,7 +35,7 @@ GENERATING = ("GRPOTrainer", "RLOOTrainer")
 _HEADROOM = 0.05
 _NOT_SETTINGS = ("folder", "load_in_4bit", "lora", "ranks", "trainer")
 """Fields of a step that options give."""
-_UNUSED = ("compare", "plot", "fastest", "may_change", "tokens", "price")
+_UNUSED = ("compare", "plot", "html", "fastest", "may_change", "tokens", "price")
 """Options to which this step has no answer."""
 
 
@@ -53,9 +55,13 @@ def plan_transformers(
     read_config(arguments.hf.folder)
     kind = gpus.gpu(gpu or gpus.DEFAULT)
     device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
-    step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
-    # Without an amount, as vLLM takes its share of the whole card.
-    plan = step.plan(gpu=kind.name, memory=memory, headroom=_HEADROOM)
+
+    def planned() -> tuple[TransformersStep, Plan]:
+        step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
+        # Not by the capacity: vLLM takes its share of the whole card.
+        return step, step.plan(gpu=kind.name, memory=memory, headroom=_HEADROOM)
+
+    step, plan = with_progress(planned)
     hints = () if step.packing else ("padded=True or False says whether rows are padded",)
     told = (*arguments.hf.about, *(file.notes if file else hints), *assumptions)
     plan = replace(plan, assumptions=(*step.about(), *told))
@@ -79,7 +85,7 @@ def _answered(
     if isinstance(plan, RolloutsPlan) and isinstance(step, TransformersRollouts):
         verdict = verdict_of(plan, device)
         return verdict, rollouts_blocks(plan, step, device, verdict, file)
-    verdict = device.verdict(plan.peak)
+    verdict = "UNCERTAIN" if plan.with_retries else device.verdict(plan.peak)
     return verdict, _blocks(plan, step, device, verdict, file)
 
 
@@ -90,10 +96,11 @@ def refuse_unused_options(arguments: argparse.Namespace) -> None:
         ConfigError: one is given.
     """
     for name in _UNUSED:
-        if getattr(arguments, name):
+        if value := getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
             remedy = "Leave it out, or plan torchtune's step"
-            raise ConfigError(option, getattr(arguments, name), "is not for this step", remedy)
+            shown = str(value) if isinstance(value, Path) else value
+            raise ConfigError(option, shown, "is not for this step", remedy)
 
 
 def _kind(trainer: str) -> type[TransformersStep]:
@@ -160,6 +167,10 @@ def _blocks(
         f"peak {peak}. {largest}",
         f"{subject(file) if file else step.trainer} on {devices}, {rows_of}",
     ]
+    if plan.with_retries:
+        lines.append(caution_of_retries(f"with {plan.rows}"))
+    elif verdict == "UNCERTAIN":
+        lines.append(caution(device, f"with {plan.rows}"))
     if file:
         lines.append(advice(file, plan.rows, step.gradient_accumulation_steps, plan.largest))
     parts = sorted(plan.parts.items(), key=lambda part: -part[1])

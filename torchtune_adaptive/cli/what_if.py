@@ -31,6 +31,7 @@ _EIGHT_BIT = "torchao.optim.AdamW8bit"
 _SPLITS = (2, 4, 8)
 """Ranks over which layers may be split; more would not be in one machine."""
 _PLAN = "tensor_parallel_plan"
+_CHECKPOINTING = "enable_activation_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -98,17 +99,24 @@ def _split_of_model(cfg: DictConfig) -> dict[str, str] | None:
     return None
 
 
+def other_checkpointing(asked: Asked) -> dict[str, Any]:
+    """What turns activation checkpointing on if it is off, and off if it is on."""
+    if asked[_CHECKPOINTING]:
+        return {_CHECKPOINTING: False, knobs.OFFLOADING: False}
+    selective = {} if asked.kind.adapters else {"ac_mode": None}
+    return {_CHECKPOINTING: True, **selective}
+
+
 def _changes(asked: Asked, ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     kind = asked.kind
     now = {knob.key: knob.configured(asked) for knob in KNOBS}
-    checkpointing = "enable_activation_checkpointing"
-    if asked[checkpointing]:
-        yield "no activation checkpointing", {checkpointing: False, knobs.OFFLOADING: False}
-    else:
-        selective = {} if kind.adapters else {"ac_mode": None}
-        yield "activation checkpointing", {checkpointing: True, **selective}
+    other = other_checkpointing(asked)
+    yield (
+        "activation checkpointing" if other[_CHECKPOINTING] else "no activation checkpointing",
+        other,
+    )
     if not now[knobs.OFFLOADING] and asked["device"] != "cpu" and asked.holders == 1:
-        yield "activations offloaded", {checkpointing: True, knobs.OFFLOADING: True}
+        yield "activations offloaded", {_CHECKPOINTING: True, knobs.OFFLOADING: True}
     if kind.frozen or kind.sample == "pair":
         pass  # another loss would be another recipe, or would not go with the other model's
     elif now[knobs.LOSS] == knobs.CHUNKED:

@@ -86,6 +86,7 @@ class StepsOfPhase:
 
     compiled = False
     as_written = ""
+    max_seq_len = None
 
     def __init__(self, steps: StepsOfModel, phase: PhaseQuestion) -> None:
         self._steps, self._phase = steps, phase
@@ -103,6 +104,12 @@ class StepsOfPhase:
         return self._known[rows]
 
     noted = step
+
+    def known(self) -> dict[tuple[int, int], RecordedStep]:
+        return {}  # all rows are as long
+
+    def known_first(self) -> dict[tuple[int, int], StartUp]:
+        return {}
 
 
 def _peak(

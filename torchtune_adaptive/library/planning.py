@@ -76,6 +76,9 @@ class Plan:
     speed: Speed | None = None
     """The speed at ``rows``: tokens or rows per second, utilization, where the time goes, and how far off it
     may be; None if nothing is known about the device's."""
+    with_retries: bool = False
+    """Whether the peak is above the usable memory, but a step runs if torch's allocator returns memory in the
+    middle of it."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +270,7 @@ def _answer(question: StepQuestion) -> Plan:
         asked.device.usable_bytes,
         (*question.assumptions, *filter(None, [found.as_written])),
         found.speed,
+        found.peak.with_retries,
     )
 
 
@@ -275,6 +279,7 @@ class StepsOfModel:
 
     compiled = False
     """Whether memory is that of compiled code; it is not, whatever is compiled."""
+    max_seq_len = None
 
     def __init__(self, question: StepQuestion) -> None:
         self._tracer = AnyDepth(
@@ -301,6 +306,12 @@ class StepsOfModel:
     def number(self, of: Callable[[ModelTracer], int]) -> int:
         """A number that is linear in the number of layers."""
         return self._tracer.number(of)
+
+    def known(self) -> dict[tuple[int, int], RecordedStep]:
+        return {}  # all rows are as long
+
+    def known_first(self) -> dict[tuple[int, int], StartUp]:
+        return {}
 
     @property
     def as_written(self) -> str:
@@ -334,6 +345,8 @@ class ModelTracer(StepTracer):
                 options=StepOptions(clip_grad_norm=question.max_grad_norm),
             )
             self.recorder.relabel(step.buckets, self.recorder.GRADIENTS)
+        if step.buckets:
+            self.needs_all_layers = "buckets of gradients do not end where layers do"
         self.begin(step, [model])
 
     def take_phase(

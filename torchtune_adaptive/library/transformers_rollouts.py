@@ -355,7 +355,7 @@ class TransformersRollouts(TransformersStep):
     def _forward(self, built: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss of a micro-batch."""
         tokens, labels = self._tokens(batch)
-        found = prepared_of(built).models[0](tokens, labels)
+        found = prepared_of(built).model(tokens, labels)
         return policy_loss(found, batch["advantages"], with_reference=self.has_reference)
 
     def _least(self, on_gpu: bool) -> int:
@@ -382,7 +382,7 @@ class TransformersRollouts(TransformersStep):
         return [*phases, PhaseQuestion(TRAINING, _no_work, self._batch, **alike)]
 
     def _generate(self, built: nn.Module, batch: Batch, label: Label) -> None:
-        model: Any = prepared_of(built).models[0]
+        model: Any = prepared_of(built).model
         # PEFT generates by the model inside, which accelerate has not wrapped.
         half = None if self.lora else self._half
 
@@ -399,15 +399,15 @@ class TransformersRollouts(TransformersStep):
             generate_longest(logits, model.config, *longest, sampling, label)
 
     def _send_weights(self, built: nn.Module, batch: Batch, label: Label) -> None:
-        send_weights(prepared_of(built).models[0])
+        send_weights(prepared_of(built).model)
 
     def _score(self, built: nn.Module, batch: Batch, label: Label) -> None:
-        self._scored(prepared_of(built).models[0], batch)
+        self._scored(prepared_of(built).model, batch)
 
     def _score_by_reference(self, built: nn.Module, batch: Batch, label: Label) -> None:
         prepared: Prepared = prepared_of(built)
-        reference = prepared.models[-1]
-        with without_adapters(prepared.models[0]):
+        reference = prepared.reference or prepared.model
+        with without_adapters(prepared.model):
             if not self.fsdp or self.lora:
                 return self._scored(reference, batch)
             label(_GATHERED)
@@ -458,4 +458,4 @@ def _planned(found: PhasePeak, usable: int) -> PlannedPhase:
 
 
 def _numbers_of(built: nn.Module) -> int:
-    return numbers_in_weights(prepared_of(built).models[0])
+    return numbers_in_weights(prepared_of(built).model)

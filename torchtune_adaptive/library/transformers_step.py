@@ -377,7 +377,7 @@ class TransformersStep:
     def _forward(self, built: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss of a micro-batch."""
         prepared = prepared_of(built)
-        model = prepared.models[0]
+        model = prepared.model
         tokens, labels = batch["input_ids"], batch["labels"]
         if self.trainer == PLAIN:
             with self._mixed_precision():
@@ -469,8 +469,8 @@ class TransformersStep:
     ) -> torch.Tensor:
         if self.precompute_ref_log_probs:
             return torch.zeros_like(labels[:, 1:], dtype=torch.float32)
-        with torch.no_grad(), without_adapters(prepared.models[0]):
-            found: torch.Tensor = prepared.models[-1](tokens, labels)
+        with torch.no_grad(), without_adapters(prepared.model):
+            found: torch.Tensor = (prepared.reference or prepared.model)(tokens, labels)
             return found
 
     def _shard(self, model: Any) -> None:
@@ -499,7 +499,7 @@ class Prepared(nn.Module):
 
     def __init__(self, model: nn.Module, reference: nn.Module | None) -> None:
         super().__init__()
-        self.models = nn.ModuleList([model] if reference is None else [model, reference])
+        self.model, self.reference = model, reference
 
 
 def prepared_of(built: nn.Module) -> Prepared:

@@ -15,12 +15,18 @@ from torchtune_adaptive.planner.memory.peak import (
     DOES_NOT_FIT,
     DeviceLimits,
     Peak,
-    StartUp,
     largest,
-    peak,
+    replayed,
+    runs_with_retries,
     timeline,
 )
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, NotRegular, RecordedStep
+from torchtune_adaptive.planner.other_lengths import (
+    FromOtherLengths,
+    KnownSteps,
+    StepsByLength,
+    first_size,
+)
 from torchtune_adaptive.planner.speed.operations import DifferentOperations, StepOperations, at_rows
 from torchtune_adaptive.planner.speed.speed import Pace, Speed
 
@@ -70,10 +76,8 @@ class Answer:
         return self.verdict != DOES_NOT_FIT
 
 
-class StepsOfAnySize(Protocol):
+class StepsOfAnySize(KnownSteps, Protocol):
     """The steps of one run on one rank."""
-
-    def start_up(self, length: int) -> StartUp: ...
 
     @property
     def compiled(self) -> bool:
@@ -83,12 +87,6 @@ class StepsOfAnySize(Protocol):
     @property
     def as_written(self) -> str:
         """The reason why something that is compiled was traced as it is written; empty if nothing was."""
-        ...
-
-    def step(self, rows: int, length: int) -> RecordedStep: ...
-
-    def noted(self, rows: int, length: int) -> RecordedStep:
-        """Such a step with its operations, as it is written."""
         ...
 
 
@@ -122,6 +120,8 @@ class TracedRun:
     """The same of compiled steps. There a buffer is used again for another one of its size, so there must not
     be as many tokens as a layer is wide."""
 
+    first_size = staticmethod(first_size)
+
     def __init__(
         self,
         traces: StepsOfAnySize,
@@ -130,12 +130,14 @@ class TracedRun:
         rows: tuple[int, int] | None = None,
     ) -> None:
         self._traces = traces
+        self._steps: StepsByLength = traces if traces.compiled else FromOtherLengths(traces)
         self._rows = rows or (self.COMPILED_ROWS if traces.compiled else self.ROWS)
         self._least = (rows or self.ROWS)[0]
-        self._beginning = traces.start_up(length)
+        self._beginning = self._steps.start_up(length)
         self._structures: dict[int, Bilinear] = {}
         self._every: Bilinear | None = None
         self._known: dict[tuple[int, int, DeviceLimits, bool], Peak] = {}
+        self._replays: dict[tuple[int, int, tuple[object, ...], bool], Peak] = {}
         self.direct = False
         """Whether steps are not bilinear, so that each size is traced separately."""
         try:
@@ -177,7 +179,7 @@ class TracedRun:
         most = ceiling or sys.maxsize
 
         def reserved(rows: int) -> int:
-            return self.peak(rows, length, device).reserved
+            return self._replayed(rows, length, device).reserved
 
         few, many = self._least, 4 * self._least
         low, high = reserved(few), reserved(many)
@@ -190,8 +192,21 @@ class TracedRun:
         if not confirmed or found < few or self.direct:
             return found
         traced = self._traces.step(found, length).renumbered()
-        self.direct = not self._agree(traced, self._structure(length).step(found, length))
-        return self.largest(length, device, ceiling) if self.direct else found
+        if self._agree(traced, self._structure(length).step(found, length)):
+            return found
+        if self._steps is not self._traces:  # perhaps because of what follows from other lengths
+            self._rely_on_traces(length)
+            return self.largest(length, device, ceiling, confirmed)
+        self.direct = True
+        return self.largest(length, device, ceiling)
+
+    def _rely_on_traces(self, length: int) -> None:
+        """Trace what followed from other lengths, which has turned out to be wrong."""
+        self._steps = self._traces
+        self._beginning = self._traces.start_up(length)
+        self._structures.clear()
+        self._known.clear()
+        self._every = None
 
     def _agree(self, traced: RecordedStep, computed: RecordedStep) -> bool:
         if not self._traces.compiled:
@@ -200,17 +215,29 @@ class TracedRun:
         return abs(most - expected) <= _CLOSE * most
 
     def peak(self, rows: int, length: int, device: DeviceLimits) -> Peak:
-        """The peak of a step. Each size is replayed once: that takes a tenth of a second."""
+        """The peak of a step."""
         size = (rows, length, device, self.direct)
         if size not in self._known:
-            step = self._step(rows, length)
-            self._known[size] = peak(self._beginning, step, rows, length, device)
+            found = self._replayed(rows, length, device)
+            retries = found.verdict(device) == DOES_NOT_FIT and runs_with_retries(
+                found, self._beginning, self._step(rows, length), device
+            )
+            self._known[size] = replace(found, with_retries=retries)
         return self._known[size]
+
+    def _replayed(self, rows: int, length: int, device: DeviceLimits) -> Peak:
+        """The same without what depends on how much memory there is. Each size is replayed once: that takes
+        a tenth of a second."""
+        size = (rows, length, device.as_replayed, self.direct)
+        if size not in self._replays:
+            step = self._step(rows, length)
+            self._replays[size] = replayed(self._beginning, step, rows, length, device)
+        return self._replays[size]
 
     def operations(self, rows: int, length: int) -> StepOperations:
         """The operations of a step, with what they compute and move."""
         apart = self.direct or self._traces.compiled  # from the steps whose memory is known
-        return operations_of(lambda rows: self._traces.noted(rows, length), rows, apart)
+        return operations_of(lambda rows: self._steps.noted(rows, length), rows, apart)
 
     def timeline(
         self, rows: int, length: int, device: DeviceLimits
@@ -219,7 +246,7 @@ class TracedRun:
 
     def _step(self, rows: int, length: int) -> RecordedStep:
         if self.direct or rows < self._least:
-            return self._traces.step(rows, length)
+            return self._steps.step(rows, length)
         return self._structure(length).step(rows, length)
 
     def _structure(self, length: int) -> Bilinear:
@@ -228,7 +255,7 @@ class TracedRun:
         return self._structures[length]
 
     def _of_lengths(self, *lengths: int) -> Bilinear:
-        return Bilinear({(r, n): self._traces.step(r, n) for r in self._rows for n in lengths})
+        return Bilinear({(r, n): self._steps.step(r, n) for r in self._rows for n in lengths})
 
     def _of_every_length(self, length: int) -> Bilinear | None:
         """Steps of any length, if a third length matches the prediction from two; else None, and each length
@@ -237,5 +264,5 @@ class TracedRun:
             return None
         every = self._of_lengths(length // 2, length)
         few, third = self._rows[0], length // 4
-        traced = self._traces.step(few, third).renumbered()
+        traced = self._steps.step(few, third).renumbered()
         return every if self._agree(traced, every.step(few, third)) else None

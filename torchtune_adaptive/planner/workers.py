@@ -91,11 +91,26 @@ def _as_worker() -> Iterator[None]:
         os.environ.update(before)
 
 
+@contextmanager
+def _uninterruptible() -> Iterator[None]:
+    """A context in which processes are started that ignore Ctrl-C, which is for this one. The server ignores
+    it by itself, but not before its imports."""
+    # Only the main thread can change that.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def start_server(preload: str) -> None:
     """Start the server that ``processes`` forks from; returns before it has imported the module ``preload``,
     which imports what the calls need."""
     multiprocessing.set_forkserver_preload([preload])
-    with _as_worker():
+    with _as_worker(), _uninterruptible():
         forkserver.ensure_running()
 
 
@@ -274,6 +289,7 @@ def _called(
 def _serve_once(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter, which ends this one
     threading.Thread(target=_end_with_starter, daemon=True).start()
+    _be_quiet()
     try:
         work, arguments = connection.recv()
         answer = work(*arguments)
@@ -293,8 +309,7 @@ def _end_with_starter() -> None:
 
 def traced(work: Callable[..., T], *arguments: Any) -> T:
     """Call a function that traces; every failure is a ``NoPrediction``, which any process can unpickle."""
-    logging.disable(logging.WARNING)  # torch and torchtune report on a run, and there is none
-    warnings.simplefilter("ignore")
+    _be_quiet()
     try:
         return work(*arguments)
     except NoPrediction:
@@ -302,6 +317,12 @@ def traced(work: Callable[..., T], *arguments: Any) -> T:
     except Exception as error:
         reason = f"A step of this config could not be traced: {_one_line(error)}"
         raise NoPrediction(reason) from None
+
+
+def _be_quiet() -> None:
+    """Let torch and other libraries report nothing: it would be on a run, and there is none."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
 
 
 def _one_line(error: Exception) -> str:

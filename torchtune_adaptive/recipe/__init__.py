@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.recipe.plan.request import PlanRequest, on_devices, plan_request
     from torchtune_adaptive.recipe.plan.rollout import RolloutPrediction
+    from torchtune_adaptive.recipe.plan.table import OnDevice, StepTable, tabulated
     from torchtune_adaptive.recipe.proofreading import mistakes_in
     from torchtune_adaptive.recipe.registry import (
         RECIPES,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
         KNOBS,
         KNOBS_BY_KEY,
         WHOLE,
+        configured_checkpoint,
         overrides,
     )
     from torchtune_adaptive.recipe.tracing.self_check import check_method

@@ -115,13 +115,13 @@ class Allocator:
             extra = LARGE_SEGMENT
         else:
             extra = -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
-        self._get(extra)
+        self.request(extra)
         if not self._expandable:
             self._next_address += extra
             return MemoryBlock(pool, self._next_address - extra, extra)
         return self._grow(pool, last, extra)
 
-    def _get(self, nbytes: int) -> None:
+    def request(self, nbytes: int) -> None:
         """Get memory from the device."""
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
@@ -192,3 +192,35 @@ class Allocator:
     def _forget(self, block: MemoryBlock) -> None:
         blocks = self._free[block.pool]
         del blocks[bisect_left(blocks, (block.size, block.address))]
+
+
+class OutOfMemory(Exception):
+    """There is no block, and no room for another, even after cached segments are returned."""
+
+
+class LimitedAllocator(Allocator):
+    """One whose device runs out: then it returns all segments without a block in use, as torch's does, and
+    asks once more (an *allocation retry*, which costs time)."""
+
+    def __init__(self, capacity: int, expandable: bool = False) -> None:
+        super().__init__(expandable)
+        self.capacity = capacity
+        self.retries = 0
+
+    def allocate(self, nbytes: int, stream: int = 0) -> MemoryBlock:
+        try:
+            return super().allocate(nbytes, stream)
+        except OutOfMemory:
+            self.retries += 1
+            self.release()
+        return super().allocate(nbytes, stream)
+
+    def watch(self) -> None:
+        super().watch()
+        self.retries = 0
+
+    def request(self, nbytes: int) -> None:
+        if self.reserved + nbytes > self.capacity:
+            held = f"{self.reserved:,} of {self.capacity:,} reserved"
+            raise OutOfMemory(f"{nbytes:,} bytes, with {held}")
+        super().request(nbytes)

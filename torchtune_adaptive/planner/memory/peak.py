@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torchtune_adaptive.planner.memory.allocator import Allocator, MemoryBlock
+from torchtune_adaptive.planner.memory.allocator import (
+    Allocator,
+    LimitedAllocator,
+    MemoryBlock,
+    OutOfMemory,
+)
 from torchtune_adaptive.planner.memory.recorded_step import Label, MemoryEvent, RecordedStep
 
 DOES_NOT_FIT = "DOES NOT FIT"
@@ -34,6 +39,11 @@ class DeviceLimits:
     """Measured / predicted peak, where an earlier search measured it."""
 
     @property
+    def as_replayed(self) -> tuple[object, ...]:
+        """What a replay depends on: the same for GPUs that differ only in how much memory they have."""
+        return self.caching, self.expandable, self.workspaces, self.correction
+
+    @property
     def band_above(self) -> float:
         """The share by which more may be reserved than predicted."""
         return max(self.band, self.fragmentation)
@@ -43,12 +53,17 @@ class DeviceLimits:
         """What a predicted peak may reach and fit even if the prediction is too low by its error."""
         return int(self.usable_bytes / (1 + self.band_above))
 
+    @property
+    def perhaps_usable_bytes(self) -> int:
+        """What a predicted peak may reach and fit if the prediction is too high by its error."""
+        return int(self.usable_bytes / (1 - self.band))
+
     def verdict(self, reserved: int) -> str:
         """Whether a predicted peak is within the usable memory; uncertain if the difference is within the
         error."""
         if reserved <= self.surely_usable_bytes:
             return "FITS"
-        return DOES_NOT_FIT if reserved * (1 - self.band) > self.usable_bytes else "UNCERTAIN"
+        return DOES_NOT_FIT if reserved > self.perhaps_usable_bytes else "UNCERTAIN"
 
     @classmethod
     def simulated(cls, memory: int, headroom: float) -> DeviceLimits:
@@ -75,10 +90,13 @@ class Peak:
     """Part of the step in which the peak is reached."""
     operation: str
     """The operation that reaches it."""
+    with_retries: bool = False
+    """Whether more is reserved than there is, but the step runs if the allocator returns what it does not use
+    in the middle of it."""
 
     def verdict(self, device: DeviceLimits) -> str:
         """The device's verdict on the peak."""
-        return device.verdict(self.reserved)
+        return "UNCERTAIN" if self.with_retries else device.verdict(self.reserved)
 
 
 @dataclass(frozen=True)
@@ -94,10 +112,20 @@ def peak(
     start_up: StartUp, step: RecordedStep, rows: int, length: int, device: DeviceLimits
 ) -> Peak:
     """The memory of a step on a device, in a run whose earlier steps had the same size."""
+    found = replayed(start_up, step, rows, length, device)
+    return replace(found, with_retries=runs_with_retries(found, start_up, step, device))
+
+
+def replayed(
+    start_up: StartUp, step: RecordedStep, rows: int, length: int, device: DeviceLimits
+) -> Peak:
+    """The same as far as it does not depend on how much memory there is."""
     parts, (_, phase, operation) = _highest_moment(start_up, step, device)
     live = allocated = reserved = sum(parts.values())
     if device.caching:
-        allocated, reserved = _replay(start_up, step, device)
+        allocator = Allocator(device.expandable)
+        _replay(allocator, start_up, step, device)
+        allocated, reserved = allocator.peak_allocated, allocator.peak_reserved
     reserved = round(reserved * device.correction)
     return Peak(rows, length, live, allocated, reserved, parts, phase, operation)
 
@@ -159,9 +187,11 @@ def timeline(
     return line
 
 
-def _replay(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> tuple[int, int]:
-    """Peaks of allocated and reserved memory once the allocator has seen a step of this size before."""
-    allocator = Allocator(expandable=device.expandable)
+def _replay(
+    allocator: Allocator, start_up: StartUp, step: RecordedStep, device: DeviceLimits
+) -> None:
+    """Let the allocator see a step of this size twice, after all that precedes it; its peaks are those of
+    these steps."""
     for nbytes in device.workspaces:
         allocator.allocate(nbytes)
     blocks: dict[int, MemoryBlock] = {}
@@ -171,7 +201,24 @@ def _replay(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> tupl
     allocator.watch()
     for _ in range(2):
         _play(allocator, step.events, {})
-    return allocator.peak_allocated, allocator.peak_reserved
+
+
+def runs_with_retries(
+    found: Peak, start_up: StartUp, step: RecordedStep, device: DeviceLimits
+) -> bool:
+    """Whether a step with this peak reserves more than there is, and may run nevertheless."""
+    capacity = int(device.perhaps_usable_bytes / device.correction)
+    if (
+        not device.caching
+        or device.verdict(found.reserved) != DOES_NOT_FIT
+        or found.live > capacity
+    ):
+        return False
+    try:
+        _replay(LimitedAllocator(capacity, device.expandable), start_up, step, device)
+    except OutOfMemory:
+        return False
+    return True
 
 
 def _play(

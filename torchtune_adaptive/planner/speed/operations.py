@@ -6,7 +6,7 @@ and moves is linear in the rows. So traces of two numbers of rows give every oth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchtune_adaptive.common import packed_rows, unpacked_rows
@@ -88,40 +88,50 @@ def at_rows(few: StepOperations, many: StepOperations, share: float) -> StepOper
     Raises:
         DifferentOperations: the two differ in more than sizes.
     """
-    if not share:
-        return few
-    parts = [_operations_at(a, b, share) for a, b in zip(few.parts(), many.parts(), strict=True)]
+    return interpolated([few, many], [1 - share, share]) if share else few
+
+
+def interpolated(steps: Sequence[StepOperations], weights: Sequence[float]) -> StepOperations:
+    """A step whose sizes are those of several steps, weighted.
+
+    Raises:
+        DifferentOperations: these differ in more than sizes.
+    """
+    parts = [_interpolated(part, weights) for part in zip(*(s.parts() for s in steps), strict=True)]
     return StepOperations(parts[:-1], parts[-1])
 
 
-def _operations_at(
-    few: Sequence[Operation], many: Sequence[Operation], share: float
+def _interpolated(
+    steps: Sequence[Sequence[Operation]], weights: Sequence[float]
 ) -> list[Operation]:
-    if len(few) != len(many):
-        raise DifferentOperations(f"{len(few)} and {len(many)} operations")
-    between: dict[tuple[Operation, Operation], Operation] = {}  # layers repeat themselves
+    if len(counts := {*map(len, steps)}) > 1:
+        raise DifferentOperations(f"{' and '.join(map(str, sorted(counts)))} operations")
+    known: dict[tuple[Operation, ...], Operation] = {}  # layers repeat themselves
     found = []
-    for a, b in zip(few, many, strict=True):
-        if a.kind in SYNCHRONIZATION:
-            found.append(a)
+    for each in zip(*steps, strict=True):
+        first = each[0]
+        if first.kind in SYNCHRONIZATION:
+            found.append(first)
             continue
-        if (a.name, a.stream, len(a.shape)) != (b.name, b.stream, len(b.shape)):
-            raise DifferentOperations(f"{a.name} and {b.name}")
-        if (a, b) not in between:
-            between[a, b] = _between(a, b, share)
-        found.append(between[a, b])
+        if len({(one.name, one.stream, len(one.shape)) for one in each}) > 1:
+            raise DifferentOperations(" and ".join(one.name for one in each))
+        if each not in known:
+            known[each] = _weighted(each, weights)
+        found.append(known[each])
     return found
 
 
-def _between(a: Operation, b: Operation, share: float) -> Operation:
-    def line(x: float, y: float) -> float:
-        return x + share * (y - x)
+def _weighted(each: Sequence[Operation], weights: Sequence[float]) -> Operation:
+    def total(values: Iterable[float]) -> float:
+        return sum(value * weight for value, weight in zip(values, weights, strict=True))
 
-    return a._replace(
-        flops=line(a.flops, b.flops),
-        nbytes=line(a.nbytes, b.nbytes),
-        fused_bytes=line(a.fused_bytes, b.fused_bytes),
-        shape=tuple(max(1.0, line(x, y)) for x, y in zip(a.shape, b.shape, strict=True)),
+    shapes = zip(*(one.shape for one in each), strict=True)
+    return each[0]._replace(
+        flops=total(one.flops for one in each),
+        nbytes=total(one.nbytes for one in each),
+        fused_bytes=total(one.fused_bytes for one in each),
+        # Kernels divide dimensions into tiles, so 128 must not be a little more.
+        shape=tuple(max(1.0, round(total(sizes), 6)) for sizes in shapes),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torchtune_adaptive.planner.speed.devices import Speeds
-from torchtune_adaptive.planner.speed.operations import StepOperations
+from torchtune_adaptive.planner.speed.operations import ATTENTION, StepOperations
 from torchtune_adaptive.planner.speed.replay import NAMES, step_time
 
 EAGER_BAND = (-0.30, 0.05)
@@ -15,6 +15,10 @@ published eager rows that nobody had seen when the model was written. Above: non
 predicted; of those that were known, one was by 5 % (``docs/results/speed_anchors.md``)."""
 COMPILED_BAND, QUANTIZED_BAND = (-0.35, 0.10), (-0.45, 0.20)
 """The same where nothing that nobody had seen is known: allowances of 5 and 15 points more."""
+MUCH_ATTENTION, SLOWEST_ATTENTION = 0.3, -0.45
+"""Share of a step above which the kernels of attention decide, and how far below the predicted speed the real
+one may be then. Predictions are for FlashAttention-2; of 22 published runs of such steps with older kernels,
+the slowest was 42 % below (``docs/results/speed_anchors.md``)."""
 MEASURED_BAND = (-0.05, 0.05)
 """The same of a prediction that a measurement on the same machine has corrected."""
 
@@ -34,14 +38,16 @@ class Pace:
     holders: int = 1
     """Ranks that hold the same rows, and so train on them together."""
 
-    @property
-    def band(self) -> tuple[float, float]:
-        """How far below and above a predicted speed the real one may be, as shares of it."""
+    def band(self, attention: float) -> tuple[float, float]:
+        """How far below and above a predicted speed the real one may be, as shares of it, if attention takes
+        that share of a step."""
         if self.correction is not None:
             return MEASURED_BAND
         if self.quantized:
-            return QUANTIZED_BAND
-        return COMPILED_BAND if self.compiled else EAGER_BAND
+            low, high = QUANTIZED_BAND
+        else:
+            low, high = COMPILED_BAND if self.compiled else EAGER_BAND
+        return (min(low, SLOWEST_ATTENTION) if attention > MUCH_ATTENTION else low), high
 
     def speed(self, step: StepOperations, rows: int, length: int, micro_batches: int) -> Speed:
         """The speed of a run whose steps are all like this one, which has one micro-batch or the first two of
@@ -50,13 +56,14 @@ class Pace:
         seconds = time.seconds * (self.correction or 1.0)
         rows_per_second = rows * micro_batches / seconds / self.holders
         peak = self.speeds.peak(self.dtype)
+        parts = {kind: spent / time.seconds for kind, spent in time.parts.items()}
         return Speed(
             seconds=seconds,
             tokens_per_second_per_gpu=rows_per_second * length,
             mfu=time.model_flops / (seconds * peak) if peak else 0.0,
-            parts={kind: spent / time.seconds for kind, spent in time.parts.items()},
+            parts=parts,
             recomputing=time.recomputing / time.seconds,
-            band=self.band,
+            band=self.band(parts.get(ATTENTION, 0.0)),
             rows_per_second_per_gpu=rows_per_second,
         )
 
@@ -85,6 +92,11 @@ class Speed:
     """How far below and above it the real speed may be, as shares of it."""
     rows_per_second_per_gpu: float = 0.0
     """Rows that a GPU trains on in a second."""
+
+    @property
+    def attention_decides(self) -> bool:
+        """Whether the speed depends most on how fast the kernels of attention are."""
+        return self.parts.get(ATTENTION, 0.0) > MUCH_ATTENTION
 
     def named_parts(self) -> dict[str, float]:
         """The same shares with names for people."""

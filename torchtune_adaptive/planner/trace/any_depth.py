@@ -21,6 +21,11 @@ _KEPT = (4, 5, 13)
 """Repetitions of layers that are traced, and one more, until these tell. What offloads works on several
 layers at once, so more of them differ from the others."""
 
+
+class _NeedsAllLayers(NotPeriodic):
+    """A step that no model with fewer layers tells anything about, however many of them are left."""
+
+
 T = TypeVar("T")
 Tracer = TypeVar("Tracer", bound=StepTracer)
 
@@ -98,6 +103,10 @@ class AnyDepth(Generic[Tracer]):
                 if (shallow := self._shallower(kept, period or 1)) is not None:
                     few, more = shallow
                     return compute(of(few), of(more), few.removed)
+            except _NeedsAllLayers as reason:
+                log.debug(f"the whole model is traced: {reason}")
+                self._shallow |= dict.fromkeys((each, period or 1) for each in _KEPT)
+                break
             except NotPeriodic as reason:
                 log.debug(f"{kept} and {kept + 1} repetitions do not tell: {reason}")
             except AdaptiveBatchingError:
@@ -129,6 +138,8 @@ class AnyDepth(Generic[Tracer]):
 
     def _begun(self, shortening: Shortening, shallower: Tracer | None = None) -> _Begun[Tracer]:
         tracer = self._make(shortening)
+        if shortening.removed and tracer.needs_all_layers:
+            raise _NeedsAllLayers(tracer.needs_all_layers)
         if shallower is not None:
             tracer.compile_with(shallower)
         start_up = StartUp(tracer.set_up, self._first(tracer))

@@ -200,7 +200,7 @@ class OperationLog:
         elif signature.flops is not None:
             flops = float(signature.flops(*args, **kwargs, out_val=result))
         else:
-            shape = _rows_and_columns(signature, given, returned)
+            shape = _rows_and_columns(signature, args, kwargs, given, returned)
         nbytes = sum(reads.values()) + sum(writes.values())
         operation = Operation(
             *(signature.kind, signature.name, self._phase(), _stream(), dtype, flops),
@@ -294,17 +294,22 @@ def _attention(
     return (flops / 2 if causal else flops), (batch * heads, length, key.shape[2], dim)
 
 
-def _rows_and_columns(
-    signature: _Signature, given: list[torch.Tensor], returned: list[torch.Tensor]
+def _rows_and_columns(  # type: ignore[no-untyped-def]
+    signature: _Signature, args, kwargs, given: list[torch.Tensor], returned: list[torch.Tensor]
 ) -> tuple[float, ...]:
     """What a norm or softmax works on, and what a sum down the columns adds up; else nothing."""
     if not given or given[0].dim() < 2:
         return ()
     columns = given[0].shape[-1]
-    is_sum = signature.name == "sum" and returned and returned[0].numel() == columns
-    if is_sum or any(part in signature.name for part in ("_norm_backward", "softmax")):
-        return (given[0].numel() / columns, columns)
-    return ()
+    if signature.name == "sum":
+        along = kwargs.get("dim", args[1] if len(args) > 1 else None) or ()
+        last = given[0].dim() - 1
+        # There may be as many rows as columns, so the size of the result does not tell.
+        down = bool(along) and not {-1, last}.intersection(along)
+        counts = down and returned[0].numel() == columns
+    else:
+        counts = any(part in signature.name for part in ("_norm_backward", "softmax"))
+    return (given[0].numel() / columns, columns) if counts else ()
 
 
 def _fused(part: list[Entry], first: int, last_read: dict[int, int]) -> list[Operation]:

@@ -123,6 +123,8 @@ class StepTracer:
         self.regions: CompiledRegions | None = None
         """Regions that are compiled; None if everything runs as it is written."""
         self._not_followed = ""
+        self.needs_all_layers = ""
+        """The reason why a model with fewer layers tells nothing about its step; empty if there is none."""
 
     def follow_compiler(self, backend: str) -> None:
         """Take what is compiled with a backend as compiled from now on, where that is known to be right."""

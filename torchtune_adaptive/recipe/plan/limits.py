@@ -45,7 +45,11 @@ def length_limits(
             return False
         return run.peak(query.rows, steps * TOKENS, device).reserved <= device.usable_bytes
 
-    longest = largest(fits, query.length // TOKENS) * TOKENS if run.any_length else None
+    longest = None
+    if run.any_length:
+        longest = largest(fits, query.length // TOKENS) * TOKENS
+        # With this one, three lengths are known with each number of rows, from which others follow.
+        traces.step(TracedRun.ROWS[1], query.length // 4)
     traces.remember()
     return LengthLimits(by_length, longest, traces.max_seq_len)
 

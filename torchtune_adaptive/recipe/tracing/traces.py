@@ -6,6 +6,7 @@ the same model on another device needs no tracing.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ from torchtune_adaptive.recipe.settings.knob_table import configured_choice
 from torchtune_adaptive.recipe.settings.phase_names import SCORING
 from torchtune_adaptive.recipe.settings.rules import COMPONENT
 
+Size = tuple[int, int]
+"""The rows of a micro-batch, and their length."""
 _MOST_KEPT = 100
 _PARTS = tuple(key for key, row in KEYS.items() if row.rule is COMPONENT and row.memory)
 """The components that a step is made of."""
@@ -95,7 +98,7 @@ class Traces:
 
     def start_up(self, length: int) -> StartUp:
         """Set-up and first step; the step has as many tokens as one row of this length, as in a search."""
-        size = (TracedRun.ROWS[0], max(1, length // TracedRun.ROWS[0]))
+        size = TracedRun.first_size(length)
         name = f"first {size}"
         if name not in self._steps:
             self._begin(size)
@@ -113,6 +116,19 @@ class Traces:
         """Such a step with its operations: as it is written, since compiled kernels say nothing of them."""
         how = "as written " if self.compiled else ""
         return self._traced(how, rows, length, choice, micro_batches)
+
+    def known(self) -> dict[Size, RecordedStep]:
+        """Later steps of the config's own choice that take no trace."""
+        return {size: step for name, step in self._steps.items() if (size := _size(name))}
+
+    def known_first(self) -> dict[Size, StartUp]:
+        """First steps that take no trace, with what precedes them."""
+        first = ((name.partition("first "), step) for name, step in self._steps.items())
+        return {
+            size: StartUp(self._steps["set-up"], step)
+            for (before, _, rest), step in first
+            if not before and (size := _size(rest))
+        }
 
     def of_phase(
         self, phase: str, rows: int, length: int, as_written: bool = False
@@ -159,7 +175,7 @@ class Traces:
 
     def _ready(self, length: int) -> Any:
         if self._tracer is None:
-            self._begin((TracedRun.ROWS[0], max(1, length // TracedRun.ROWS[0])))
+            self._begin(TracedRun.first_size(length))
         return self._tracer
 
     def _begin(self, size: tuple[int, int]) -> None:
@@ -196,6 +212,7 @@ class PartTraces:
     """Name of the phase; empty for training steps."""
     micro_batches: int | None = None
     """Their number, 1 or 2: a step with more takes no more memory than one with two."""
+    max_seq_len: int | None = None
 
     @property
     def compiled(self) -> bool:
@@ -208,6 +225,12 @@ class PartTraces:
     def start_up(self, length: int) -> StartUp:
         return self.traces.start_up(length)
 
+    def known(self) -> dict[Size, RecordedStep]:
+        return {}  # each is traced
+
+    def known_first(self) -> dict[Size, StartUp]:
+        return {}
+
     def step(self, rows: int, length: int) -> RecordedStep:
         if self.phase:
             return self.traces.of_phase(self.phase, rows, length)
@@ -217,6 +240,12 @@ class PartTraces:
         if self.phase:
             return self.traces.of_phase(self.phase, rows, length, as_written=self.compiled)
         return self.traces.noted(rows, length, None, self.micro_batches)
+
+
+def _size(name: str) -> Size | None:
+    """The size in the name of a step; None if the name says more."""
+    found = re.fullmatch(r"\((\d+), (\d+)\)", name)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def _are_traces(value: Any) -> bool:
