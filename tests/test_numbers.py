@@ -36,11 +36,13 @@ from tests.helpers.results import (
     throughput,
     time_with_ddp,
     tolerance_of_trainers,
+    tolerances_of_rollouts,
     trials,
     update_after_beta2,
     with_ddp,
     with_fewer_layers,
 )
+from torchtune_adaptive.library.vllm_engine import ASLEEP
 from torchtune_adaptive.planner.memory.estimate import ERROR
 from torchtune_adaptive.planner.memory.gpus import COMMUNICATION, CONTEXT, GIB, GPUS, MIB
 from torchtune_adaptive.planner.memory.planned import ERROR_BAND, FRAGMENTATION
@@ -244,6 +246,16 @@ CLAIMS = [
         "docs/planning.md",
         r"the plan is within ([\d.]+) % of what the real trainers take",
         lambda: [f"{100 * tolerance_of_trainers():g}"],
+    ),
+    Claim(
+        "docs/planning.md",
+        r"training and scoring are within ([\d.]+) % and generation by the model within ([\d.]+) % of what",
+        lambda: [f"{100 * tolerance:g}" for tolerance in tolerances_of_rollouts()],
+    ),
+    Claim(
+        "docs/planning.md",
+        r"is taken to keep (\d) GiB while it sleeps",
+        lambda: [f"{ASLEEP / GIB:g}"],
     ),
     Claim(
         "docs/how-plans-work.md",

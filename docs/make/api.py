@@ -29,6 +29,8 @@ _ORDER = (
     "Plan",
     "Speed",
     "TransformersStep",
+    "TransformersRollouts",
+    "RolloutsPlan",
 )
 """The names that come first; the rest follows in alphabetical order."""
 

@@ -12,13 +12,14 @@ from torchtune_adaptive.cli.other_trainers.axolotl import AXOLOTL
 from torchtune_adaptive.cli.other_trainers.keys import Joint, Keys, Refused, Sets
 from torchtune_adaptive.cli.other_trainers.llama_factory import LLAMA_FACTORY
 from torchtune_adaptive.cli.other_trainers.trl import DPO, SFT
+from torchtune_adaptive.cli.other_trainers.trl_rollouts import GRPO, RLOO
 
 
 def text() -> str:
     """All tables, as Markdown."""
     parts = [
         _section(trainer.name, f"Read from {trainer.checked}.", trainer.keys, trainer.ignored)
-        for trainer in (AXOLOTL, LLAMA_FACTORY, SFT, DPO)
+        for trainer in (AXOLOTL, LLAMA_FACTORY, SFT, DPO, GRPO, RLOO)
     ]
     note = "With or without the prefix `fsdp_`. The default of `version` is 2 for TRL and 1 for the others."
     parts.append(_section("fsdp_config", note, sharding.KEYS, sharding.IGNORED))

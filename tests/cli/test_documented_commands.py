@@ -51,6 +51,7 @@ TRAINER_FILES = {
     "axolotl.yaml": "axolotl/lora",
     "llama3_lora_sft.yaml": "llama_factory/lora_sft",
     "sft.yaml": "trl_sft/lora",
+    "grpo.yaml": "trl_grpo/vllm_lora",
     "fsdp2.yaml": "accelerate/fsdp2",
 }
 """Files of other trainers, as the tests have them; their model is in a folder."""

@@ -20,14 +20,21 @@ from torchtune_adaptive.cli.other_trainers.files import read_file, recognized
 from torchtune_adaptive.cli.other_trainers.keys import FileReading, Keys, Refused, Sets, Trainer
 from torchtune_adaptive.cli.other_trainers.llama_factory import LLAMA_FACTORY
 from torchtune_adaptive.cli.other_trainers.trl import DPO, SFT
+from torchtune_adaptive.cli.other_trainers.trl_rollouts import GRPO, RLOO
 from torchtune_adaptive.cli.plan_options import add_arguments, parsed, plan_command
 from torchtune_adaptive.common import ConfigError, NoPrediction
-from torchtune_adaptive.library import Plan, TransformersStep, transformers_step
+from torchtune_adaptive.library import (
+    Plan,
+    TransformersRollouts,
+    TransformersStep,
+    transformers_step,
+)
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "data" / "trainer_files"
 TRAINERS = {"axolotl": AXOLOTL, "llama_factory": LLAMA_FACTORY, "trl_sft": SFT, "trl_dpo": DPO}
+TRAINERS |= {"trl_grpo": GRPO, "trl_rloo": RLOO}
 FILES = [path for name in TRAINERS for path in sorted((FOLDER / name).glob("*.yaml"))]
 TABLES = [*((one.keys, one.ignored) for one in TRAINERS.values())]
 TABLES += [(sharding.KEYS, sharding.IGNORED), (accelerate.KEYS, accelerate.IGNORED)]
@@ -210,18 +217,23 @@ def test_the_step_takes_what_is_read(path: Path) -> None:
     reading = TRAINERS[path.parent.name].read(given(path))
     if not reading.refusals:
         ranks = 2 if reading.settings.get("fsdp") else 1
-        TransformersStep(folder="model", ranks=ranks, **reading.settings)
+        generates = reading.settings["trainer"] in TransformersRollouts.STEPS
+        kind = TransformersRollouts if generates else TransformersStep
+        kind(folder="model", ranks=ranks, **reading.settings)
 
 
 @pytest.mark.parametrize("keys", [keys for keys, _ in TABLES])
 def test_each_value_that_a_table_allows_is_one_of_the_step(keys: Keys) -> None:
-    known = {one.name for one in fields(TransformersStep)}
+    step = (
+        TransformersRollouts if "num_generations" in keys and "beta" in keys else TransformersStep
+    )
+    known = {one.name for one in fields(step)}
     for kind in keys.values():
         if isinstance(kind, Sets):
             assert kind.setting in known
             allowed = kind.values.values() if kind.values else [kind.default]
             for value in allowed:
-                TransformersStep(folder="model", **{"lora": True, kind.setting: value})
+                step(folder="model", **{"lora": True, kind.setting: value})
 
 
 def test_a_key_is_in_one_place() -> None:
@@ -586,6 +598,12 @@ def test_a_file_of_trl_may_be_of_either(tmp_path: Path) -> None:
     assert settings(path)["trainer"] == "SFTTrainer"
     assert settings(path, asked="DPOTrainer")["trainer"] == "DPOTrainer"
     assert settings(changed(tmp_path, "trl_sft/full", beta=0.2))["trainer"] == "DPOTrainer"
+    generated = {"num_generations": 4, "beta": 0.2}
+    assert settings(changed(tmp_path, "trl_sft/full", **generated))["trainer"] == "GRPOTrainer"
+    generated["normalize_advantages"] = True
+    assert settings(changed(tmp_path, "trl_sft/full", **generated))["trainer"] == "RLOOTrainer"
+    with pytest.raises(ConfigError, match="--trainer: 'Trainer' is not of a file of TRL"):
+        read_file(path, asked="Trainer")
 
 
 def test_the_page_has_the_tables() -> None:

@@ -54,7 +54,7 @@ def test_settings_are_the_trainers_own(
     assert (step.trainer, step.dtype, step.r, step.optim) == ("DPOTrainer", "bfloat16", 16, "sgd")
     assert step.lora and step.target_modules == ["q_proj", "v_proj"] and step.ranks == 2
     assert step.max_length == 512 and not step.gradient_checkpointing
-    assert device["gpu"] == "a100-80gb" and 70 * GIB < device["memory"] < 80 * GIB
+    assert device["gpu"] == "a100-80gb" and device["memory"] is None
     said = capsys.readouterr().out
     assert "per_device_train_batch_size 4: FITS, peak 10 GiB (-3% to +7%) of" in said
     assert "Largest that fits: 24." in said

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.library.four_bit import FourBitLinear, prepare, quantize
-from torchtune_adaptive.library.trainer_parts import Autocast, adapt
+from torchtune_adaptive.library.trainer_parts import Adapters, Autocast, adapt
 
 
 def held(module: nn.Module) -> int:
@@ -54,7 +54,7 @@ def quantized(targets: Any = "all-linear", dtype: torch.dtype = torch.float32) -
     model = Model()
     quantize(model, torch.bfloat16, double=True)
     prepare(model)
-    adapt(model, targets, 2, 0.0, dtype)
+    adapt(model, Adapters(targets, 2, dtype=dtype))
     return model
 
 

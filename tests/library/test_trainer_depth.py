@@ -68,7 +68,7 @@ def traced(question: Any) -> tuple[list[Any], list[int]]:
     """All that a plan is made of, and the number of layers of each model that was traced."""
     made: list[int] = []
 
-    class Counted(planning._ModelTracer):
+    class Counted(planning.ModelTracer):
         def _built(self, build: Any) -> Any:
             self.model = super()._built(build)
             return self.model
@@ -78,7 +78,7 @@ def traced(question: Any) -> tuple[list[Any], list[int]]:
             made.append(max(map(len, lists)))
             return super().take_step(rows)
 
-    with mock.patch.object(planning, "_ModelTracer", Counted):
+    with mock.patch.object(planning, "ModelTracer", Counted):
         steps = planning.StepsOfModel(question, EVEN)
         start_up = steps.start_up(1)
         found = [start_up.first_step, *(steps.step(rows, 1) for rows in (2, 3))]

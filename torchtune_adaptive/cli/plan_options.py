@@ -16,7 +16,11 @@ from torchtune_adaptive.cli.machine_options import add_arguments as add_machine_
 from torchtune_adaptive.cli.machine_options import machine_told
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile, read_file
 from torchtune_adaptive.cli.recipes import require_recipes
-from torchtune_adaptive.cli.transformers_plan import plan_transformers, refuse_unused_options
+from torchtune_adaptive.cli.transformers_plan import (
+    GENERATING,
+    plan_transformers,
+    refuse_unused_options,
+)
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
     ConfigError,
@@ -60,11 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--trainer",
-        choices=("torchtune", "Trainer", "SFTTrainer", "DPOTrainer"),
+        choices=("torchtune", "Trainer", "SFTTrainer", "DPOTrainer", *GENERATING),
         default="torchtune",
         help="the training step to plan for a --hf model: torchtune's, or that of transformers' Trainer or "
-        "TRL's SFTTrainer or DPOTrainer, whose settings are then the overrides, e.g. "
-        "per_device_train_batch_size=4 (default: torchtune)",
+        "of one of TRL's trainers, whose settings are then the overrides, e.g. per_device_train_batch_size=4 "
+        "(default: torchtune)",
     )
     add(
         "--accelerate",

@@ -24,12 +24,24 @@ def advice(file: TrainerFile, rows: int, accumulation: int, largest: int | None)
             f"(a step keeps its {of_step} rows on each GPU)"
         )
     ways = [f"a shorter {trainer.length}"]
-    if not settings["gradient_checkpointing"]:
-        ways.insert(0, _line(trainer.checkpointing))
-    if not settings["lora"]:
-        ways.insert(0, _line(trainer.adapters))
-    less = f"{', '.join(ways)}; or more GPUs that share the weights (FSDP2)"
-    return f"What takes less, in {file.path.name}: {less}"
+    more = {
+        "checkpointing": None if settings["gradient_checkpointing"] else trainer.checkpointing,
+        "adapters": None if settings["lora"] else trainer.adapters,
+    }
+    return what_takes_less(f" in {file.path.name}", ways, **more)
+
+
+def what_takes_less(
+    where: str,
+    ways: list[str],
+    checkpointing: tuple[str, object] | None,
+    adapters: tuple[str, object] | None,
+) -> str:
+    """What takes less memory: some ways, and the keys that switch checkpointing and adapters on, if they are
+    off; ``where`` names the file that they are of."""
+    switched = [_line(pair) for pair in (adapters, checkpointing) if pair]
+    less = f"{', '.join(switched + ways)}; or more GPUs that share the weights (FSDP2)"
+    return f"What takes less,{where}: {less}"
 
 
 def _line(pair: tuple[str, object]) -> str:

@@ -16,6 +16,7 @@ from torchtune_adaptive.cli.margin import caution, caution_of_retries, peak_of
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile
 from torchtune_adaptive.cli.plan_progress import with_progress
 from torchtune_adaptive.cli.trainer_file_report import advice, subject
+from torchtune_adaptive.cli.transformers_rollouts_report import rollouts_blocks, verdict_of
 from torchtune_adaptive.common import (
     Block,
     ConfigError,
@@ -29,6 +30,8 @@ from torchtune_adaptive.planner import DeviceLimits, gpus, planned_gpu
 if TYPE_CHECKING:
     from torchtune_adaptive.library import Plan, TransformersStep
 
+GENERATING = ("GRPOTrainer", "RLOOTrainer")
+"""TRL's trainers that generate the rows they train on."""
 _HEADROOM = 0.05
 _NOT_SETTINGS = ("folder", "load_in_4bit", "lora", "ranks", "trainer")
 """Fields of a step that options give."""
@@ -52,25 +55,38 @@ def plan_transformers(
     read_config(arguments.hf.folder)
     kind = gpus.gpu(gpu or gpus.DEFAULT)
     device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
-    capacity = memory or kind.capacity(ranks)
 
     def planned() -> tuple[TransformersStep, Plan]:
         step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
-        return step, step.plan(gpu=kind.name, memory=capacity, headroom=_HEADROOM)
+        # Not by the capacity: vLLM takes its share of the whole card.
+        return step, step.plan(gpu=kind.name, memory=memory, headroom=_HEADROOM)
 
     step, plan = with_progress(planned)
     hints = () if step.packing else ("padded=True or False says whether rows are padded",)
     told = (*arguments.hf.about, *(file.notes if file else hints), *assumptions)
     plan = replace(plan, assumptions=(*step.about(), *told))
-    verdict = "UNCERTAIN" if plan.with_retries else device.verdict(plan.peak)
+    verdict, blocks = _answered(plan, step, device, file)
     if arguments.json:
         about = {"verdict": verdict, "device": asdict(device), "step": asdict(step)}
         if file:
             about["file"] = {"path": str(file.path), "trainer": file.trainer.name}
         print(json.dumps({**about, **asdict(plan)}, indent=1))
     else:
-        print(arguments.render(_blocks(plan, step, device, verdict, file)), end="")
+        print(arguments.render(blocks), end="")
     return verdict
+
+
+def _answered(
+    plan: Plan, step: TransformersStep, device: DeviceLimits, file: TrainerFile | None
+) -> tuple[str, list[Block]]:
+    """The verdict and the answer."""
+    from torchtune_adaptive.library import RolloutsPlan, TransformersRollouts
+
+    if isinstance(plan, RolloutsPlan) and isinstance(step, TransformersRollouts):
+        verdict = verdict_of(plan, device)
+        return verdict, rollouts_blocks(plan, step, device, verdict, file)
+    verdict = "UNCERTAIN" if plan.with_retries else device.verdict(plan.peak)
+    return verdict, _blocks(plan, step, device, verdict, file)
 
 
 def refuse_unused_options(arguments: argparse.Namespace) -> None:
@@ -87,24 +103,32 @@ def refuse_unused_options(arguments: argparse.Namespace) -> None:
             raise ConfigError(option, shown, "is not for this step", remedy)
 
 
-def _step_of(file: TrainerFile, arguments: argparse.Namespace, ranks: int) -> TransformersStep:
-    from torchtune_adaptive.library import TransformersStep
+def _kind(trainer: str) -> type[TransformersStep]:
+    """The class of the steps of a trainer."""
+    from torchtune_adaptive.library import TransformersRollouts, TransformersStep
 
-    return TransformersStep(folder=str(arguments.hf.folder), ranks=ranks, **file.settings)
+    return TransformersRollouts if trainer in GENERATING else TransformersStep
+
+
+def _step_of(file: TrainerFile, arguments: argparse.Namespace, ranks: int) -> TransformersStep:
+    kind = _kind(file.settings["trainer"])
+    return kind(folder=str(arguments.hf.folder), ranks=ranks, **file.settings)
 
 
 def _step(arguments: argparse.Namespace, ranks: int) -> TransformersStep:
-    from torchtune_adaptive.library import TransformersStep
-
-    known = [one.name for one in fields(TransformersStep) if one.name not in _NOT_SETTINGS]
+    kind = _kind(arguments.trainer)
+    known = [one.name for one in fields(kind) if one.init and one.name not in _NOT_SETTINGS]
     settings = {"trainer": arguments.trainer, **_settings(arguments.words, known)}
     if arguments.seq_len:
-        settings["max_length"] = arguments.seq_len
+        length = "max_prompt_length" if arguments.trainer in GENERATING else "max_length"
+        settings[length] = arguments.seq_len
     method: Method = arguments.method or "full"
     if arguments.trainer == "Trainer":  # whose defaults differ
         # What prepares a model with 4 bits switches checkpointing on.
         settings = {"bf16": False, "gradient_checkpointing": method == "qlora", **settings}
-    return TransformersStep(
+    if arguments.trainer == "RLOOTrainer":
+        settings = {"num_generations": 2, "beta": 0.05, **settings}
+    return kind(
         folder=str(arguments.hf.folder),
         ranks=ranks,
         lora=method != "full",

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -53,7 +54,7 @@ from torchtune_adaptive.planner import (
 log = logging.getLogger(__name__)
 
 _AS_WRITTEN = "compile: predicted as if nothing were compiled, which takes more (overestimates)"
-_ANY_LENGTH = 1
+ANY_LENGTH = 1
 """Length that stands for rows as long as ``worst_case`` makes them."""
 
 
@@ -172,6 +173,47 @@ def plan_batch_size(
         UsageError: the arguments do not work together.
         NoPrediction: the step cannot be traced; the message says why.
     """
+    arguments.seconds("timeout", timeout)
+    question = step_question(
+        build,
+        optimizer=optimizer,
+        forward=forward,
+        worst_case=worst_case,
+        gpu=gpu,
+        memory=memory,
+        ranks=ranks,
+        rows=rows,
+        ceiling=ceiling,
+        accumulation=accumulation,
+        max_grad_norm=max_grad_norm,
+        headroom=headroom,
+        length=length,
+    )
+    log.info(f"Tracing a step in a process of its own, for at most {timeout:g} s.")
+    return call_alone(_answer, question, timeout=timeout)
+
+
+def step_question(
+    build: Callable[[], nn.Module],
+    *,
+    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer],
+    forward: Callable[[nn.Module, Any], tuple[torch.Tensor, int]],
+    worst_case: Callable[[int], Any],
+    gpu: str,
+    memory: int | str | None,
+    ranks: int,
+    rows: int | None,
+    ceiling: int,
+    accumulation: int,
+    max_grad_norm: float | None,
+    headroom: float,
+    length: int = 1,
+) -> StepQuestion:
+    """The question that the arguments of ``plan_batch_size`` ask.
+
+    Raises:
+        UsageError: they do not work together.
+    """
     functions = {
         "build": build,
         "optimizer": optimizer,
@@ -187,7 +229,6 @@ def plan_batch_size(
     length = arguments.whole("length", length)
     arguments.norm("max_grad_norm", max_grad_norm)
     headroom = arguments.share("headroom", headroom)
-    arguments.seconds("timeout", timeout)
     bytes_given = arguments.memory("memory", memory)
     if gpu != "cpu":
         try:
@@ -205,7 +246,7 @@ def plan_batch_size(
         speeds = Machine.simulated()
     else:
         raise UsageError("memory: a CPU has none of its own to plan for. Pass memory='1GiB', say.")
-    question = StepQuestion(
+    return StepQuestion(
         build=build,
         optimizer=optimizer,
         forward=forward,
@@ -215,7 +256,7 @@ def plan_batch_size(
         asked=Question(
             device=device,
             rows=rows,
-            length=_ANY_LENGTH,
+            length=ANY_LENGTH,
             micro_batches=accumulation,
             pace=Pace(speeds, ranks, compiled=False, quantized=False, dtype="") if speeds else None,
             ceiling=ceiling,
@@ -224,8 +265,6 @@ def plan_batch_size(
         ),
         assumptions=assumptions,
     )
-    log.info(f"Tracing a step in a process of its own, for at most {timeout:g} s.")
-    return call_alone(_answer, question, timeout=timeout)
 
 
 def _require_importable(name: str, function: object) -> None:
@@ -267,7 +306,7 @@ def _found(steps: StepsOfModel, question: StepQuestion) -> Plan:
     asked = question.asked
     if asked.pace is not None:
         asked = replace(asked, pace=replace(asked.pace, compiled=bool(steps.as_written)))
-    found = TracedRun(steps, _ANY_LENGTH).answer(asked)
+    found = TracedRun(steps, ANY_LENGTH).answer(asked)
     return Plan(
         found.largest,
         found.peak.rows,
@@ -289,7 +328,7 @@ class StepsOfModel:
 
     def __init__(self, question: StepQuestion, routing: str) -> None:
         self._tracer = AnyDepth(
-            lambda shorten: _ModelTracer(question, shorten, routing),
+            lambda shorten: ModelTracer(question, shorten, routing),
             lambda tracer: tracer.take_step(TracedRun.ROWS[0]),
         )
         self._start_up = self._tracer.start_up()
@@ -304,6 +343,14 @@ class StepsOfModel:
         return self._known[rows]
 
     noted = step
+
+    def of_phase(self, take: Callable[[ModelTracer], RecordedStep]) -> RecordedStep:
+        """What is done between two steps, as a tracer takes it."""
+        return self._tracer.step(take)
+
+    def number(self, of: Callable[[ModelTracer], int]) -> int:
+        """A number that is linear in the number of layers."""
+        return self._tracer.number(of)
 
     def known(self) -> dict[tuple[int, int], RecordedStep]:
         return {}  # all rows are as long
@@ -326,7 +373,7 @@ class StepsOfModel:
         return _AS_WRITTEN if self._tracer.any.compiles else ""
 
 
-class _ModelTracer(StepTracer):
+class ModelTracer(StepTracer):
     """One rank of a run with a model that the user builds, of which a function removes layers."""
 
     def __init__(
@@ -360,6 +407,30 @@ class _ModelTracer(StepTracer):
         if step.buckets:
             self.needs_all_layers = "buckets of gradients do not end where layers do"
         self.begin(step, [model])
+
+    def take_phase(
+        self, work: Callable[[nn.Module, Any, Callable[[str], None]], Any], batch: Any
+    ) -> RecordedStep:
+        """What is done without gradients between two steps, with a batch that is made on the host.
+
+        ``work`` is given the model, the batch on the device, and a function that says what it allocates next.
+        """
+
+        def label(category: str) -> None:
+            self.recorder.category = category
+
+        def done(_: Any) -> None:
+            fake = tree_map_only(torch.Tensor, self._fake.from_tensor, batch)
+            on_device = self.step.to_device(fake)
+            label(self.recorder.ACTIVATIONS)
+            with self.memory.running():
+                work(self.step.model, on_device, label)
+                # What FSDP2 leaves gathered for a backward pass, which does not come.
+                for module in self.step.model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
+
+        return self.trace_forward(done)
 
     def take_step(self, rows: int) -> RecordedStep:
         made = self._batch(rows)

@@ -192,19 +192,35 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             module.enabled = True
 
 
-def flat(hidden: torch.Tensor) -> torch.Tensor:
-    """The hidden states of all positions, one after the other."""
+def flat(hidden: torch.Tensor, last: int | None = None) -> torch.Tensor:
+    """The hidden states of all positions, one after the other; on a GPU, only of the ``last`` ones of each
+    row, if there is such a number."""
     if hidden.device.type == "cpu":
         return hidden.reshape(-1, hidden.shape[-1])
     # On a GPU, TRL picks positions by a mask, which torch turns into their numbers.
     rows, length, _ = hidden.shape
-    at = torch.arange(rows * length, device=hidden.device)
-    return hidden[at // length, at % length]
+    count = last or length
+    at = torch.arange(rows * count, device=hidden.device)
+    return hidden[at // count, at % count + (length - count)]
 
 
 def preference_loss(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     chosen, rejected = (policy.sum(1) - reference.sum(1)).chunk(2)
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def policy_loss(
+    policy: torch.Tensor, advantages: torch.Tensor, with_reference: bool
+) -> torch.Tensor:
+    """The loss of TRL's GRPOTrainer, with the memory of its clipped ratios and of its divergence from the
+    reference; that of RLOOTrainer, which has one ratio for each row, takes less."""
+    ratio = (policy - policy.detach()).exp()
+    each = advantages.unsqueeze(1)
+    loss = -torch.min(ratio * each, ratio.clamp(0.8, 1.2) * each)
+    if with_reference:
+        behind = torch.zeros_like(policy) - policy
+        loss = loss + 0.1 * (behind.exp() - behind - 1)
+    return loss.mean()
 
 
 class TiledLogProbs(torch.autograd.Function):
@@ -215,7 +231,7 @@ class TiledLogProbs(torch.autograd.Function):
     """
 
     TOKENS, COLUMNS = 4096, 32768
-    FORWARD, BACKWARD = 13, 29
+    FORWARD, BACKWARD = 12, 29
 
     @staticmethod
     def forward(
@@ -226,8 +242,8 @@ class TiledLogProbs(torch.autograd.Function):
         compute_in: torch.dtype,
     ) -> torch.Tensor:
         sums = torch.zeros(7, len(hidden), device=hidden.device)
-        for tile, part, piece, *_ in _tiles(hidden, weight, compute_in):
-            torch.mm(part, piece.t(), out=tile)
+        for tile, part, columns, *_ in _tiles(hidden, weight, compute_in):
+            torch.mm(part, weight[columns].to(compute_in).t(), out=tile)
             _reduce(tile, TiledLogProbs.FORWARD)
         log_z, entropy = sums[0] + sums[1], sums[0] - sums[2]
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
@@ -241,7 +257,8 @@ class TiledLogProbs(torch.autograd.Function):
             torch.zeros(one.shape, device=one.device) if needed else None
             for one, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False)
         )
-        for tile, part, piece, rows, columns in _tiles(hidden, weight, ctx.compute_in):
+        for tile, part, columns, rows in _tiles(hidden, weight, ctx.compute_in):
+            piece = weight[columns].to(ctx.compute_in)
             torch.mm(part, piece.t(), out=tile)
             _reduce(tile, TiledLogProbs.BACKWARD)
             if of_hidden is not None:
@@ -257,17 +274,15 @@ class TiledLogProbs(torch.autograd.Function):
 
 def _tiles(
     hidden: torch.Tensor, weight: torch.Tensor, compute_in: torch.dtype
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, slice, slice]]:
-    """The memory for each tile's logits, and what they are the product of, with its place."""
-    most = min(len(hidden), TiledLogProbs.TOKENS), TiledLogProbs.COLUMNS
-    memory = torch.empty(most, dtype=compute_in, device=hidden.device)
-    for row in range(0, len(hidden), most[0]):
-        rows = slice(row, row + most[0])
-        part = hidden[rows].to(compute_in)
-        for column in range(0, len(weight), most[1]):
-            columns = slice(column, column + most[1])
-            piece = weight[columns].to(compute_in)
-            yield memory[: len(part), : len(piece)], part, piece, rows, columns
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice, slice]]:
+    """The memory for each tile's logits, the hidden states that they are the product of, and its columns and
+    rows. There are tiles of the first tokens only: later ones take as much, one after the other."""
+    rows = slice(min(len(hidden), TiledLogProbs.TOKENS))
+    memory = torch.empty(rows.stop, TiledLogProbs.COLUMNS, dtype=compute_in, device=hidden.device)
+    part = hidden[rows].to(compute_in)
+    for column in range(0, len(weight), TiledLogProbs.COLUMNS):
+        columns = slice(column, min(column + TiledLogProbs.COLUMNS, len(weight)))
+        yield memory[:, : columns.stop - column], part, columns, rows
 
 
 def _reduce(tile: torch.Tensor, bytes_each: int) -> None:

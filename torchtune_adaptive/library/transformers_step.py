@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -59,7 +59,6 @@ _STEPS = {
 }
 _TYPES = ("float32", "bfloat16", "float16")
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "trainer": tuple(_STEPS),
     "dtype": _TYPES,
     "bf16": (None, True, False),
     "bnb_4bit_compute_dtype": (None, *_TYPES),
@@ -159,7 +158,10 @@ class TransformersStep:
     fsdp: bool = False
     """Whether ranks share the weights (FSDP2); if not, each has all of them (DDP)."""
 
+    STEPS: ClassVar = _STEPS  # the trainers, and what is said of their steps
+
     def __post_init__(self) -> None:
+        arguments.one_of("trainer", self.trainer, tuple(self.STEPS))
         for name, choices in _CHOICES.items():
             arguments.one_of(name, getattr(self, name), choices)
         for name in _NUMBERS:
@@ -251,12 +253,7 @@ class TransformersStep:
             UsageError: an argument cannot be used.
             NoPrediction: transformers is not installed, or the step cannot be traced.
         """
-        if find_spec("transformers") is None:
-            raise NoPrediction(
-                "transformers is not installed, so its step cannot be traced. Install it (pip install "
-                "transformers), or plan torchtune's step."
-            )
-        refuse_loops(self.folder)
+        self._require_traceable()
         found = plan_batch_size(
             self._build,
             optimizer=self._optimizer,
@@ -275,12 +272,25 @@ class TransformersStep:
         # No speed of these steps has been compared with a real one.
         return replace(found, speed=None)
 
+    def _require_traceable(self) -> None:
+        """Raise if no step of the model can be traced here.
+
+        Raises:
+            NoPrediction: transformers is not installed, or the model is of a kind that is not planned.
+        """
+        if find_spec("transformers") is None:
+            raise NoPrediction(
+                "transformers is not installed, so its step cannot be traced. Install it (pip install "
+                "transformers), or plan torchtune's step."
+            )
+        refuse_loops(self.folder)
+
     def about(self) -> tuple[str, ...]:
         """What is planned, for people."""
         half = str(self._half).removeprefix("torch.")
         computes = f", computing in {half}" if self._half and self.dtype != half else ""
         lines = [
-            f"step: that of {_STEPS[self.trainer]}",
+            f"step: that of {self.STEPS[self.trainer]}",
             f"model: transformers {version('transformers')}, weights in {self.dtype}{computes}",
             f"checkpointing: {'every layer' if self.gradient_checkpointing else 'none'}",
             f"optimizer: {about_optimizer(self.optim)}; of what is trained",
@@ -324,6 +334,23 @@ class TransformersStep:
 
     def _build(self) -> nn.Module:
         """The model as the trainer has prepared it, and its reference."""
+        model = self._policy()
+        prepared = Prepared(model, self._reference_model())
+        if self.fsdp:
+            self._shard(model)
+        elif self.ranks > 1:
+            return DistributedDataParallel(prepared, broadcast_buffers=False).train()
+        return prepared.train()
+
+    def _reference_model(self) -> nn.Module | None:
+        """DPO's reference, if it is another model."""
+        if self.trainer != DPO or self.lora or self.precompute_ref_log_probs:
+            return None
+        reference: nn.Module = self._made()
+        return reference.requires_grad_(False)
+
+    def _policy(self) -> Any:
+        """The model that is trained."""
         model = self._made()
         if self.load_in_4bit:
             compute_in = getattr(torch, self._computes_4_bits_in)
@@ -348,16 +375,7 @@ class TransformersStep:
             if self.lora:
                 model.enable_input_require_grads()
         mark_embeddings(model)
-        reference = None
-        if self.trainer == DPO and not self.lora and not self.precompute_ref_log_probs:
-            reference = self._made().requires_grad_(False)
-        prepared = _Prepared(model, reference)
-        if self.fsdp:
-            for each in prepared.children():
-                self._shard(each)
-        elif self.ranks > 1:
-            return DistributedDataParallel(prepared, broadcast_buffers=False).train()
-        return prepared.train()
+        return model
 
     def _optimizer(self, parameters: Iterator[nn.Parameter]) -> Optimizer:
         """The optimizer of what is trained; without weight decay for vectors, as the trainers have it."""
@@ -386,8 +404,7 @@ class TransformersStep:
 
     def _forward(self, built: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss of a micro-batch."""
-        prepared = built.module if isinstance(built, DistributedDataParallel) else built
-        assert isinstance(prepared, _Prepared)
+        prepared = prepared_of(built)
         model: Any = prepared.model
         tokens, labels = batch["input_ids"], batch["labels"]
         if self.trainer == PLAIN:
@@ -460,13 +477,13 @@ class TransformersStep:
         text.output_router_logits = self.output_router_logits
 
     def _mask(
-        self, *, batch_size: int, kv_length: int, device: torch.device, **_: Any
+        self, *, batch_size: int, q_length: int, kv_length: int, device: torch.device, **_: Any
     ) -> torch.Tensor | None:
         """The mask of attention, which transformers makes where a row has padding. It looks for that in
         values, and there are none here."""
         if not self.padded:
             return None
-        return torch.ones(batch_size, 1, kv_length, kv_length, dtype=torch.bool, device=device)
+        return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
 
     def _mixed_precision(self) -> AbstractContextManager[Any]:
         if self._half is None:
@@ -485,7 +502,7 @@ class TransformersStep:
         labels: torch.Tensor,
         positions: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Any:
         """The log-probability of each token that is predicted, by TRL's head, and the loss that balances
         experts, if there is one. The reference has none."""
         weight_of_balance = balance_weight(model, self.router_aux_loss_coef)
@@ -508,7 +525,7 @@ class TransformersStep:
         return log_probs, balance if balance is None else weight_of_balance * balance
 
     def _reference_log_probs(
-        self, prepared: _Prepared, tokens: torch.Tensor, labels: torch.Tensor
+        self, prepared: Prepared, tokens: torch.Tensor, labels: torch.Tensor
     ) -> torch.Tensor:
         if self.precompute_ref_log_probs:
             return torch.zeros_like(labels[:, 1:], dtype=torch.float32)
@@ -537,9 +554,16 @@ class TransformersStep:
         fully_shard(model, **options)
 
 
-class _Prepared(nn.Module):
-    """The models of a step: the one that is trained, then DPO's reference, if it is another one."""
+class Prepared(nn.Module):
+    """The models of a step: the one that is trained, then the reference, if it is another one."""
 
     def __init__(self, model: nn.Module, reference: nn.Module | None) -> None:
         super().__init__()
         self.model, self.reference = model, reference
+
+
+def prepared_of(built: nn.Module) -> Prepared:
+    """The models of what a step has built."""
+    prepared = built.module if isinstance(built, DistributedDataParallel) else built
+    assert isinstance(prepared, Prepared)
+    return prepared

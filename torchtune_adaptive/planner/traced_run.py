@@ -111,7 +111,8 @@ def operations_of(
 
 class TracedRun:
     """The peaks of one run, where most queries are about rows of one ``length``; ``any_length`` says whether
-    others will be about other lengths."""
+    others will be about other lengths. ``rows`` are the two numbers of rows that are traced, if steps follow
+    from those of ``ROWS`` only in part."""
 
     ROWS: ClassVar = (2, 3)
     """Rows of the steps that are traced. Not 1: with one row torch takes different code paths."""
@@ -121,10 +122,17 @@ class TracedRun:
 
     first_size = staticmethod(first_size)
 
-    def __init__(self, traces: StepsOfAnySize, length: int, any_length: bool = False) -> None:
+    def __init__(
+        self,
+        traces: StepsOfAnySize,
+        length: int,
+        any_length: bool = False,
+        rows: tuple[int, int] | None = None,
+    ) -> None:
         self._traces = traces
         self._steps: StepsByLength = traces if traces.compiled else FromOtherLengths(traces)
-        self._rows = self.COMPILED_ROWS if traces.compiled else self.ROWS
+        self._rows = rows or (self.COMPILED_ROWS if traces.compiled else self.ROWS)
+        self._least = (rows or self.ROWS)[0]
         self._beginning = self._steps.start_up(length)
         self._structures: dict[int, Bilinear] = {}
         self._every: Bilinear | None = None
@@ -173,7 +181,7 @@ class TracedRun:
         def reserved(rows: int) -> int:
             return self._replayed(rows, length, device).reserved
 
-        few, many = self.ROWS[0], 4 * self.ROWS[0]
+        few, many = self._least, 4 * self._least
         low, high = reserved(few), reserved(many)
         each = max(1, (high - low) // (many - few))
         guess = min(most, many + (device.usable_bytes - high) // each)
@@ -238,7 +246,7 @@ class TracedRun:
         return timeline(self._beginning, self._step(rows, length), device)
 
     def _step(self, rows: int, length: int) -> RecordedStep:
-        if self.direct or rows < self.ROWS[0]:
+        if self.direct or rows < self._least:
             return self._steps.step(rows, length)
         return self._structure(length).step(rows, length)
 

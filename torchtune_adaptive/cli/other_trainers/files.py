@@ -13,7 +13,8 @@ from torchtune_adaptive.cli.other_trainers.accelerate import read_launch
 from torchtune_adaptive.cli.other_trainers.axolotl import AXOLOTL
 from torchtune_adaptive.cli.other_trainers.keys import FileReading, Trainer, names
 from torchtune_adaptive.cli.other_trainers.llama_factory import LLAMA_FACTORY
-from torchtune_adaptive.cli.other_trainers.trl import DPO, SFT
+from torchtune_adaptive.cli.other_trainers.trl import DPO, GENERATED, SFT
+from torchtune_adaptive.cli.other_trainers.trl_rollouts import GRPO, RLOO
 from torchtune_adaptive.common import ConfigError, NoPrediction
 
 _OPTION = "a trainer's file"
@@ -34,7 +35,7 @@ _MARKS = {
         names(
             "dataset_name datasets use_peft lora_r lora_target_modules dtype attn_implementation "
             "load_in_4bit packing_strategy completion_only_loss dataset_text_field beta "
-            "precompute_ref_log_probs"
+            "precompute_ref_log_probs num_generations max_completion_length reward_funcs use_vllm"
         ),
     ),
 }
@@ -42,6 +43,8 @@ _MARKS = {
 of others have none."""
 _OF_LLAMA_FACTORY_1 = names("model_class train_dataset peft_config dist_config kernel_config")
 """Keys of the files of LLaMA-Factory's version 1, which are other ones."""
+_TRAINERS = {"SFTTrainer": SFT, "DPOTrainer": DPO, "GRPOTrainer": GRPO, "RLOOTrainer": RLOO}
+"""TRL's, by the names of their classes."""
 _OF_ACCELERATE = names("distributed_type compute_environment")
 
 
@@ -74,7 +77,7 @@ def read_file(
         path: of the file.
         changes: ``key=value`` in place of what the file has.
         launch: an accelerate configuration to go with it.
-        asked: ``SFTTrainer`` or ``DPOTrainer``, which a file of TRL does not say.
+        asked: the name of TRL's trainer, which a file of TRL does not say.
         length: of the rows, in place of the one that the file has.
 
     Raises:
@@ -153,9 +156,13 @@ def _trainer(name: str, given: Mapping[str, Any], asked: str | None) -> Trainer:
             raise ConfigError("--trainer", asked, f"is not of a file of {name}", "Leave it out")
         return AXOLOTL if name == AXOLOTL.name else LLAMA_FACTORY
     if asked:
-        return DPO if asked == "DPOTrainer" else SFT
-    only_dpo = DPO.known() - SFT.known()
-    return DPO if only_dpo & set(given) else SFT
+        if asked not in _TRAINERS:
+            remedy = f"Use one of {', '.join(_TRAINERS)}"
+            raise ConfigError("--trainer", asked, f"is not of a file of {name}", remedy)
+        return _TRAINERS[asked]
+    if set(GENERATED) & set(given):
+        return RLOO if (RLOO.known() - GRPO.known()) & set(given) else GRPO
+    return DPO if (DPO.known() - SFT.known()) & set(given) else SFT
 
 
 def _loaded(path: Path) -> dict[str, Any] | None:

@@ -1,4 +1,7 @@
-"""The keys of TRL's command line, for ``trl sft --config`` and ``trl dpo --config``."""
+"""The keys of TRL's command line, for ``trl sft --config`` and ``trl dpo --config``.
+
+``trl_rollouts`` has those of ``trl grpo`` and ``trl rloo``.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,8 @@ _GENERATES = "is of a trainer that generates the rows that it trains on, which i
 _OF_PEFT = ["q_proj", "v_proj"]
 """The layers that PEFT chooses for most models, if the file names none."""
 
-_BOTH: Keys = {
+COMMON: Keys = {
     **training_arguments.KEYS,
-    "max_length": Sets("max_length", 1024, null="leaves rows as long as they are"),
     "dtype": Sets(
         "dtype",
         "float32",
@@ -65,19 +67,19 @@ _BOTH: Keys = {
         EIGHT_BITS, "Plan adapters on weights of 4 bits or bfloat16: load_in_8bit=false"
     ),
     "model_init_kwargs": Refused("may make another model", off=(None, {})),
+}
+"""The keys of each of TRL's trainers."""
+GENERATED = (
+    *("use_vllm", "num_generations", "max_completion_length", "reward_funcs"),
+    *("reward_model_name_or_path", "vllm_mode", "num_iterations", "generation_batch_size"),
+)
+"""Keys of which the files of trainers that generate rows have at least one."""
+_BOTH: Keys = {
+    **COMMON,
+    "max_length": Sets("max_length", 1024, null="leaves rows as long as they are"),
     "activation_offloading": Refused("moves activations to the host, which is not planned"),
     **dict.fromkeys(
-        (
-            *(
-                "use_vllm",
-                "num_generations",
-                "max_completion_length",
-                "reward_funcs",
-                "reward_model_name_or_path",
-            ),
-            *("vllm_mode", "num_iterations", "generation_batch_size"),
-        ),
-        Refused(_GENERATES, "Leave it out of a file for trl sft or trl dpo"),
+        GENERATED, Refused(_GENERATES, "Leave it out of a file for trl sft or trl dpo")
     ),
 }
 _SFT: Keys = {
@@ -102,7 +104,7 @@ _DPO: Keys = {
     "use_weighting": Refused("needs more of each token, which is not planned"),
 }
 _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust")
-_IGNORED = training_arguments.IGNORED | names(
+IGNORED = training_arguments.IGNORED | names(
     """
     model_revision lora_alpha lora_task_type use_rslora bnb_4bit_quant_type
     bnb_4bit_quant_storage bnb_4bit_compute_dtype trust_remote_code
@@ -126,6 +128,21 @@ _DPO_IGNORED = names(
 
 
 def _together(trainer: str, values: Mapping[str, Any], reading: FileReading) -> None:
+    packed = _read_packing(values, reading)
+    read_common(trainer, values, reading)
+    reading.settings |= packed
+    if trainer == "DPOTrainer":
+        losses = values["loss_type"] or ["sigmoid"]
+        losses = losses if isinstance(losses, list) else [losses]
+        if other := [one for one in losses if one not in _DPO_LOSSES]:
+            reason = "needs more than the log-probabilities of a row, which is not planned"
+            reading.refuse(
+                "loss_type", other[0], reason, f"What can be planned: {', '.join(_DPO_LOSSES)}"
+            )
+
+
+def _read_packing(values: Mapping[str, Any], reading: FileReading) -> dict[str, bool]:
+    """The settings of rows, which may be packed."""
     flash = values["attn_implementation"] in FLASH
     packing = values.get("packing") is True
     in_one_row = values.get("padding_free") is True or (
@@ -135,11 +152,15 @@ def _together(trainer: str, values: Mapping[str, Any], reading: FileReading) -> 
         key = "packing" if packing else "padding_free"
         reason = "without flash attention has one mask over all rows, which is not planned"
         reading.refuse(key, True, reason, "Add attn_implementation=flash_attention_2")
+    return {"padded": not (flash or packing), "packing": in_one_row}
+
+
+def read_common(trainer: str, values: Mapping[str, Any], reading: FileReading) -> None:
+    """Read what the files of all of TRL's trainers have."""
     chosen = [values["activation_checkpointing"], values["gradient_checkpointing"]]
     reading.settings |= {
         "trainer": trainer,
-        "padded": not (flash or packing),
-        "packing": in_one_row,
+        "padded": values["attn_implementation"] not in FLASH,
         "gradient_checkpointing": next((one for one in chosen if one is not None), True),
     }
     for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
@@ -154,22 +175,14 @@ def _together(trainer: str, values: Mapping[str, Any], reading: FileReading) -> 
             )
         reading.settings["target_modules"] = found
         reading.settings["target_parameters"] = values["lora_target_parameters"] or ()
-    if trainer == "DPOTrainer":
-        losses = values["loss_type"] or ["sigmoid"]
-        losses = losses if isinstance(losses, list) else [losses]
-        if other := [one for one in losses if one not in _DPO_LOSSES]:
-            reason = "needs more than the log-probabilities of a row, which is not planned"
-            reading.refuse(
-                "loss_type", other[0], reason, f"What can be planned: {', '.join(_DPO_LOSSES)}"
-            )
     if read_sharding(values["fsdp"], values["fsdp_config"], 2, reading):
         reading.settings["fsdp"] = True
 
 
-_CHECKED = "TRL 1.16 and transformers 5.23"
+CHECKED = "TRL 1.16 and transformers 5.23"
 SFT = Trainer(
-    "TRL (trl sft)", _CHECKED, _SFT, _IGNORED | _SFT_IGNORED, partial(_together, "SFTTrainer")
+    "TRL (trl sft)", CHECKED, _SFT, IGNORED | _SFT_IGNORED, partial(_together, "SFTTrainer")
 )
 DPO = Trainer(
-    "TRL (trl dpo)", _CHECKED, _DPO, _IGNORED | _DPO_IGNORED, partial(_together, "DPOTrainer")
+    "TRL (trl dpo)", CHECKED, _DPO, IGNORED | _DPO_IGNORED, partial(_together, "DPOTrainer")
 )
