@@ -32,7 +32,7 @@ from tests.helpers.runs import (
 )
 from torchtune_adaptive.common import durable
 from torchtune_adaptive.recipe.checkpoints import how_to_save, sharded, snapshots
-from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
+from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder, Since
 from torchtune_adaptive.recipe.checkpoints.snapshots import Snapshots, lack_of_room
 from torchtune_adaptive.recipe.train.loop import TrainingLoop
 
@@ -270,8 +270,10 @@ def test_a_search_alone_leaves_them(left: Path) -> None:
 def what_is_resumed(copy: Path) -> str:
     """The step that a run goes on after, and where it was saved; 99 if it is finished."""
     [*places] = (copy / "memory").glob("*/*")
-    of_run = CheckpointFolder(places[0]) if places else None
-    found, _ = CheckpointFolder(copy / "out").newest("full", epochs=1, snapshots=of_run)
+    saved, skipped = CheckpointFolder(copy / "out"), list[str]()
+    saved.complete_interrupted()
+    since = CheckpointFolder(places[0]).since(saved.newest_id(), skipped) if places else []
+    found, _ = saved.newest("full", epochs=1, snapshots=Since(since[0] if since else None, skipped))
     if found is None:
         return "0"
     return "99" if found.epochs_run else f"{found.facts['step']} in {found.folder.parent.name}"
@@ -412,7 +414,7 @@ def test_training_goes_on_without_them_and_that_is_said_once(
     assert not taken(tmp_path)
 
 
-ROOM = {"in_folder": 99 * GIB, "in_memory": 99 * GIB, "held": 0, "copied": False}
+ROOM = {"in_folder": 99 * GIB, "in_memory": 99 * GIB, "held": 0, "staged": False}
 
 
 @pytest.mark.parametrize(
@@ -424,8 +426,8 @@ ROOM = {"in_folder": 99 * GIB, "in_memory": 99 * GIB, "held": 0, "copied": False
         ({"in_folder": GIB, "held": 2 * GIB}, False, 1, None),
         ({"in_memory": 4 * GIB}, True, 1, None),
         ({"in_memory": 4 * GIB - 1}, True, 1, "they take 4 GiB more of the host's memory"),
-        ({"in_memory": 3 * GIB, "copied": True}, True, 1, None),
-        ({"in_memory": GIB, "copied": True, "held": 2 * GIB}, True, 1, None),
+        ({"in_memory": 3 * GIB, "staged": True}, True, 1, None),
+        ({"in_memory": GIB, "staged": True, "held": 2 * GIB}, True, 1, None),
         ({"in_memory": GIB - 1}, False, 1, "they take 1 GiB more of the host's memory"),
         ({"in_memory": GIB // 2}, False, 2, None),
     ],
@@ -434,5 +436,5 @@ def test_the_room_that_they_need(
     changes: dict[str, int], memory_backed: bool, machines: int, missing: str | None
 ) -> None:
     room = {**ROOM, **changes}
-    found = lack_of_room(GIB, machines, memory_backed=memory_backed, **room)  # type: ignore[arg-type]
+    found = lack_of_room(GIB, GIB // machines, memory_backed=memory_backed, **room)  # type: ignore[arg-type]
     assert (found is None) == (missing is None) and (missing or "") in (found or "")
