@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -32,13 +33,18 @@ class Machines(list[subprocess.Popen[str]]):
         self.folder, self.command, self.environment = folder, command, environment
         self.hosts = hosts
 
+    def place(self, number: int) -> Path:
+        """The folder in which one is started."""
+        return self.folder / f"of_machine_{number}"
+
     def begin(self) -> None:
         """Start one more."""
         number = len(self)
+        self.place(number).mkdir()
         conf = ["--rdzv_conf", f"is_host={self.hosts and number == 0},last_call_timeout=5"]
         command = [TUNE, "run", *conf, *self.command]
         log = self.folder / f"machine_{number}.txt"
-        self.append(start(command, self.folder, log, **self.environment))
+        self.append(start(command, self.place(number), log, **self.environment))
 
 
 @contextmanager
@@ -52,7 +58,12 @@ def two_machines(
     """Two machines with a run; killed with all they started. By default the first holds torchrun's store."""
     launcher = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", *options]
     launcher += ["--rdzv_endpoint", f"localhost:{store_at or free_port()}", "--rdzv_id", "test"]
-    recipe = ["adaptive_full_finetune_distributed", "--config", "tiny/full", "output_dir=out"]
+    recipe = [
+        "adaptive_full_finetune_distributed",
+        "--config",
+        "tiny/full",
+        f"output_dir={folder}/out",
+    ]
     running = Machines(folder, [*launcher, *recipe, *overrides], environment, store_at is None)
     try:
         for _ in range(2):
@@ -153,7 +164,7 @@ def test_a_machine_that_is_gone_and_comes_back(lost: int, tmp_path: Path) -> Non
     with two_machines(
         tmp_path, *long, options=options, store_at=elsewhere.port, **store
     ) as machines:
-        wait_until(partial(re.search, r"Saved the checkpoint out/epoch_0_step_5\b"), tmp_path)
+        wait_until(partial(re.search, r"Saved the checkpoint \S+/out/epoch_0_step_5\b"), tmp_path)
         stop_machine(machines[lost])
         wait_until(partial(re.search, r"Attempt 2 on 1 rank \(2 before\), from step "), tmp_path)
         saved = said(tmp_path).count("Saved the checkpoint")
@@ -164,3 +175,41 @@ def test_a_machine_that_is_gone_and_comes_back(lost: int, tmp_path: Path) -> Non
     attempts = [event for event in map(json.loads, events) if "attempt" in event]
     assert [each["ranks"] for each in attempts[:2]] == [[2, 1], [1, 2]]
     assert "steps_again" not in attempts[1], "it saved before it went on with both"
+
+
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_machine_that_is_lost_with_all_it_has_takes_no_snapshot_with_it(
+    lost: int, tmp_path: Path
+) -> None:
+    """Each has a folder of its own for snapshots, and a copy of the other's; there is no checkpoint."""
+    steps, every = 40, 4
+    quick = [
+        f"max_steps_per_epoch={steps}",
+        "epochs=1",
+        "batch_size=2",
+        "resume_from_checkpoint=True",
+    ]
+    quick += ["use_maximum_batch_size=False", f"adaptive_batching.snapshot_every_n_steps={every}"]
+    quick += ["adaptive_batching.snapshot_folder=memory"]
+    store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    options = ["--nnodes", "1:2", "--max-restarts", "3"]
+    for name in ("whole", "disturbed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        elsewhere = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with two_machines(
+            folder, *quick, options=options, store_at=elsewhere.port, **store
+        ) as machines:
+            left = [*machines]
+            if name == "disturbed":
+                wait_until(partial(re.search, r"Saved the snapshot \S+/epoch_0_step_8\b"), folder)
+                stop_machine(left.pop(lost))
+                shutil.rmtree(machines.place(lost))
+            for machine in left:
+                assert machine.wait(timeout=300) == 0, said(folder)
+    [(at, step)] = re.findall(r"Resuming from (\S+) \(step (\d+)\)", said(folder))
+    assert f"of_machine_{1 - lost}/memory/" in at and int(step) >= 8
+    assert "Attempt 2 on 1 rank (2 before)" in said(folder)
+    whole, disturbed = (logged(tmp_path / name, 1e-5) for name in ("whole", "disturbed"))
+    assert whole.keys() == disturbed.keys() == {*range(1, steps + 1)}
+    assert all(disturbed[step] == pytest.approx(loss, rel=1e-5) for step, loss in whole.items())
