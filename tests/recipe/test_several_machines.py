@@ -254,7 +254,7 @@ def test_a_machine_that_is_lost_with_all_it_has_takes_no_snapshot_with_it(
     lost: int, tmp_path: Path
 ) -> None:
     """Each has a folder of its own for snapshots, and a copy of the other's; there is no checkpoint."""
-    steps, every = 40, 4
+    steps, every = 100, 4
     quick = [
         f"max_steps_per_epoch={steps}",
         "epochs=1",

@@ -33,7 +33,7 @@ from tests.helpers.runs import (
 from tests.helpers.snapshots import EVERY, Machines
 from torchtune_adaptive.common import RankLost
 from torchtune_adaptive.core import Ranks
-from torchtune_adaptive.recipe.checkpoints import snapshots, spread, transfer, whole
+from torchtune_adaptive.recipe.checkpoints import neighbours, snapshots, transfer, whole
 from torchtune_adaptive.recipe.checkpoints.all_or_none import AllOrNone
 from torchtune_adaptive.recipe.checkpoints.folder import NONE_SINCE, CheckpointFolder
 from torchtune_adaptive.recipe.checkpoints.places import Places
@@ -248,7 +248,7 @@ def late() -> None:
     """A machine that answers later than the others wait, once."""
     transfer.SILENCE = 1.0
     if os.environ["RANK"] == "1":
-        spread.exchange = _late_once(spread.exchange, 4.0)
+        neighbours.exchange = _late_once(neighbours.exchange, 4.0)
 
 
 def stuck() -> None:
@@ -256,7 +256,7 @@ def stuck() -> None:
     snapshots._LONGEST_WAIT = 2.0
     transfer.SILENCE = 0.5
     if os.environ["RANK"] == "1":
-        spread.exchange = _late_once(spread.exchange, 8.0)
+        neighbours.exchange = _late_once(neighbours.exchange, 8.0)
 
 
 def _late_once(exchange: Any, seconds: float) -> Any:

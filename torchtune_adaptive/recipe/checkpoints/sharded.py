@@ -40,7 +40,7 @@ from torchtune_adaptive.recipe.checkpoints.folder import (
     Checkpoint,
     CheckpointFolder,
 )
-from torchtune_adaptive.recipe.checkpoints.spread import Spread
+from torchtune_adaptive.recipe.checkpoints.neighbours import Neighbours
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ShardedCheckpoints:
         device: the device of what is saved.
         failed: function that is told, while training continues, why one could not be written.
         what: what they are called in the log.
-        spread: what completes them where each machine has a folder of its own.
+        neighbours: what completes them where each machine has a folder of its own.
     """
 
     def __init__(
@@ -68,15 +68,17 @@ class ShardedCheckpoints:
         device: torch.device,
         failed: Callable[[str], None] = log.error,
         what: str = "checkpoint",
-        spread: Spread | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.folder = folder
         self._what = what
         self._failed = failed
         self._all = all_or_none
         self._device = device
-        self._spread = spread
-        self._publishes = all_or_none.ranks.is_zero if spread is None else spread.places.is_leader
+        self._neighbours = neighbours
+        self._publishes = (
+            all_or_none.ranks.is_zero if neighbours is None else neighbours.places.is_leader
+        )
         # A thread in the background runs collectives, which must not meet those of training.
         self._in_thread = AllOrNone(all_or_none.ranks.in_a_thread(LONGEST_SAVE))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
@@ -190,13 +192,13 @@ class ShardedCheckpoints:
     ) -> None:
         """Write and publish; all ranks do, and all end alike."""
         try:
-            if self._spread is not None:
-                self._spread.begin(name, self._in_thread, describe)
+            if self._neighbours is not None:
+                self._neighbours.begin(name, self._in_thread, describe)
             of_ranks = self._written(name, state, describe)
             known = {file: of for files in of_ranks for file, of in files.items()}
-            if self._spread is not None:
+            if self._neighbours is not None:
                 small = (TRAINING_STATE, TORCH_METADATA)
-                more, known = self._spread.complete(
+                more, known = self._neighbours.complete(
                     name, of_ranks, small, self._in_thread, describe
                 )
                 facts = {**facts, **more}

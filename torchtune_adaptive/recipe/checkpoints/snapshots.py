@@ -25,9 +25,9 @@ from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.recipe.checkpoints.all_or_none import AllOrNone, reason
 from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder, Since
 from torchtune_adaptive.recipe.checkpoints.gathering import MOMENTS
+from torchtune_adaptive.recipe.checkpoints.neighbours import Neighbours
 from torchtune_adaptive.recipe.checkpoints.places import Places
 from torchtune_adaptive.recipe.checkpoints.sharded import ShardedCheckpoints
-from torchtune_adaptive.recipe.checkpoints.spread import Spread
 from torchtune_adaptive.recipe.checkpoints.whole import WholeSnapshots
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.asked import Asked
@@ -66,7 +66,7 @@ class Snapshots:
         self._whole = WholeSnapshots(self.folder, self._places, everyone)
         self._remove_others()
         self._writer: ShardedCheckpoints | None = None
-        self._spread: Spread | None = None
+        self._neighbours: Neighbours | None = None
         self._sizes = [0] * everyone.ranks.size
         self._has_copies = self._places.are_several
         self._has_said: set[str] = set()
@@ -114,16 +114,16 @@ class Snapshots:
         """
         if not (self._is_ready() and self._is_possible()):
             return
-        if self._places.are_several and self._spread is None:
-            self._spread = Spread(
+        if self._places.are_several and self._neighbours is None:
+            self._neighbours = Neighbours(
                 self._places,
                 self.folder,
                 self._all,
                 self._has_copies,
                 partial(self._say, of="copies"),
             )
-        if self._spread is not None:
-            self._spread.connect()
+        if self._neighbours is not None:
+            self._neighbours.connect()
         if self._writer is None:
             self._writer = ShardedCheckpoints(
                 self.folder,
@@ -131,7 +131,7 @@ class Snapshots:
                 self._device,
                 self._say,
                 what="snapshot",
-                spread=self._spread,
+                neighbours=self._neighbours,
             )
         try:
             save(self._writer, self._unwritable)
@@ -143,8 +143,8 @@ class Snapshots:
         self._finish()
         if self._writer is not None:
             self._writer.close()
-        if self._spread is not None:
-            self._spread.close()
+        if self._neighbours is not None:
+            self._neighbours.close()
         if self._only_looks:
             return
         self._all.gather(None)  # none is still being written
@@ -158,7 +158,7 @@ class Snapshots:
         if self._writer is None or not self._writer.is_writing:
             return True
         is_done = self._writer.is_done_within(0.0 if self._is_late else _LONGEST_WAIT)
-        copies = self._spread is not None and self._spread.is_copying
+        copies = self._neighbours is not None and self._neighbours.is_copying
         late = {
             rank: copies
             for rank, (is_done, copies) in enumerate(self._all.gather((is_done, copies)))

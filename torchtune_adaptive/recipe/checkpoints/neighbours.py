@@ -21,7 +21,7 @@ _LONGEST_COPY = 600.0
 """Seconds after which a copy that is still being sent is given up."""
 
 
-class Spread:
+class Neighbours:
     """Completes what ranks have written on each of several machines. All ranks call all of it.
 
     Args:
@@ -44,15 +44,15 @@ class Spread:
         self._all = everyone
         self._copies = copies
         self._failed = failed
-        self._neighbours: Ranks | None = None
+        self._between: Ranks | None = None
 
     def connect(self) -> None:
         """Have a group for copies, before a snapshot; they must not wait for what waits for them."""
-        if not self._copies or self._neighbours is not None:
+        if not self._copies or self._between is not None:
             return
         problem: RankLost | None = None
         try:
-            self._neighbours = self._all.ranks.in_a_thread(SILENCE)
+            self._between = self._all.ranks.in_a_thread(SILENCE)
         except RankLost as error:
             problem = error
         said = [each for each in self._all.gather(problem and str(problem)) if each is not None]
@@ -63,9 +63,9 @@ class Spread:
 
     def close(self) -> None:
         """Leave the group for copies."""
-        if self._neighbours is not None:
-            self._neighbours.close()
-            self._neighbours = None
+        if self._between is not None:
+            self._between.close()
+            self._between = None
 
     # --- in the thread that writes ---------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Spread:
         self, name: str, folder: Path, of_ranks: Sequence[durable.Files], in_thread: AllOrNone
     ) -> list[set[str]]:
         """The names of the files that each rank has copied from its neighbours."""
-        if self._neighbours is None or (group := self._neighbours.group) is None:
+        if self._between is None or (group := self._between.group) is None:
             return [set()] * len(of_ranks)
         neighbour, me = self.places.neighbour, self.places.rank
         files = [
