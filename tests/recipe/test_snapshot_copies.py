@@ -382,4 +382,4 @@ def test_files_arrive_whole_or_not_at_all(tmp_path: Path) -> None:
 )
 def test_a_neighbour_is_on_the_next_machine(firsts: tuple[int, ...], neighbours: list[int]) -> None:
     places = Places(0, firsts, ("a",) * len(firsts))
-    assert [places.neighbour(rank) for rank in range(len(firsts))] == neighbours
+    assert [*places.neighbours] == neighbours

@@ -7,6 +7,7 @@ all that it has, takes nothing with it that is not elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +102,18 @@ class Neighbours:
         folder = self._folder.staging / name
         self._distribute(folder, small, in_thread, describe)
         copied = self._copied(name, folder, of_ranks, in_thread)
-        here = self.places.beside(self.places.rank)
+        here = {*self.places.beside(self.places.rank)}
         known = {file: of for rank in here for file, of in of_ranks[rank].items()}
         known |= {
             file: of
             for rank, files in enumerate(of_ranks)
             for file, of in files.items()
-            if file in copied[self.places.neighbour(rank)] and self.places.neighbour(rank) in here
+            if self.places.neighbours[rank] in here and file in copied[self.places.neighbours[rank]]
         }
-        number = 1 + max(in_thread.gather(self._folder.newest_number()))
+        newest = 0
+        with suppress(OSError):  # or the others would wait
+            newest = self._folder.newest_number()
+        number = 1 + max(in_thread.gather(newest))
         of_all = sorted({file for files in of_ranks for file in files} | {*small})
         return {OF_ALL: of_all, "number": number}, known
 
@@ -137,9 +141,9 @@ class Neighbours:
         """The names of the files that each rank has copied from its neighbours."""
         if self._between is None or (group := self._between.group) is None:
             return [set()] * len(of_ranks)
-        neighbour, me = self.places.neighbour, self.places.rank
+        neighbours, me = self.places.neighbours, self.places.rank
         files = [
-            Sent(file, size, checksum, rank, neighbour(rank))
+            Sent(file, size, checksum, rank, neighbours[rank])
             for rank, of_rank in enumerate(of_ranks)
             for file, (size, checksum) in sorted(of_rank.items())
         ]
@@ -154,7 +158,8 @@ class Neighbours:
             self.close()  # so that others, who wait for this one, go on
             for each in files:
                 if each.target == me:
-                    (folder / each.name).unlink(missing_ok=True)
+                    with suppress(OSError):
+                        (folder / each.name).unlink(missing_ok=True)
         self.is_copying = False
         everyones = in_thread.gather((arrived, missing))
         if any(missing for _, missing in everyones):
@@ -177,5 +182,5 @@ class Neighbours:
         ranks = sorted(late or {rank for each in missing for rank in each})
         self._failed(
             f"The snapshot {name} has no copies on other machines, because {self.places.named(ranks)} did "
-            f"not answer within {SILENCE:g} s. Training goes on, and the next one is tried."
+            "not answer in time. Training goes on, and the next one is tried."
         )

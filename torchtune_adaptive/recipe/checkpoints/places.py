@@ -7,6 +7,7 @@ import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from torchtune_adaptive.core import Ranks
@@ -74,12 +75,18 @@ class Places:
         """All ranks in the place of one."""
         return [each for each, first in enumerate(self.firsts) if first == self.firsts[rank]]
 
-    def neighbour(self, rank: int) -> int:
-        """A rank of the next place, as many of which have one here as can be; in one place, the rank."""
-        leaders = self.leaders
-        after = leaders[(leaders.index(self.firsts[rank]) + 1) % len(leaders)]
-        there = self.beside(after)
-        return there[self.beside(rank).index(rank) % len(there)] if len(leaders) > 1 else rank
+    @cached_property
+    def neighbours(self) -> tuple[int, ...]:
+        """For each rank, one of the next place, another one for each as far as there are; in one place, the
+        rank itself."""
+        there = dict(zip(self.leaders, [*self.leaders[1:], self.leaders[0]], strict=True))
+        by_place = {leader: self.beside(leader) for leader in self.leaders}
+        found = list(range(len(self.firsts)))
+        for leader, ranks in by_place.items() if self.are_several else ():
+            next_ranks = by_place[there[leader]]
+            for number, rank in enumerate(ranks):
+                found[rank] = next_ranks[number % len(next_ranks)]
+        return tuple(found)
 
     def named(self, ranks: Sequence[int]) -> str:
         """Some ranks with their machines, for messages."""

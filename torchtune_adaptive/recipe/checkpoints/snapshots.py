@@ -147,7 +147,6 @@ class Snapshots:
             self._neighbours.close()
         if self._only_looks:
             return
-        self._all.gather(None)  # none is still being written
         if self._places.is_leader:
             shutil.rmtree(self._place, ignore_errors=True)
         if self._all.ranks.is_zero:
@@ -250,12 +249,12 @@ class Snapshots:
     def _look(self) -> str | None:
         """Why no snapshot can be taken on this machine now, or None."""
         places = self._places
-        here = places.beside(places.rank)
+        here = {*places.beside(places.rank)}
         own = sum(self._sizes[rank] for rank in here)
         copied = 0
         if self._has_copies:
             copied = sum(
-                size for rank, size in enumerate(self._sizes) if places.neighbour(rank) in here
+                size for rank, size in enumerate(self._sizes) if places.neighbours[rank] in here
             )
         machines = 1 if places.are_several else launcher.size() // launcher.local_size()
         try:
