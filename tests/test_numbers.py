@@ -85,6 +85,10 @@ NOT_MEASURED = (
     # Of torchrun and torch.
     r"its processes 30 seconds (?:later|after)",
     r"waits 30 seconds for it to end .{0,200}?waits 5 seconds",
+    r"does not answer within 60 seconds",
+    r"kills it 30 seconds later",
+    r"name it after 10 minutes",
+    r"then wait 5 minutes for it",
     r"typically 10 minutes later",
     # Of other people's papers, with their numbers beside them.
     r"43 % fewer steps",

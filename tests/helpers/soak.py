@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +157,17 @@ class Comparison:
     seconds: float
 
 
-def soak(seed: int, folder: Path, epochs: int, say: Callable[[str], object] = print) -> Comparison:
+def soak(
+    seed: int,
+    folder: Path,
+    epochs: int,
+    disturbances: int | None = None,
+    say: Callable[[str], object] = print,
+) -> Comparison:
     """Disturb a run until it is done.
+
+    Args:
+        disturbances: how many attempts are disturbed; the next one is left alone. By default all are.
 
     Raises:
         AssertionError: a step had other samples, an attempt hung, or the run did not get on.
@@ -182,6 +191,8 @@ def soak(seed: int, folder: Path, epochs: int, say: Callable[[str], object] = pr
         # Until there is a checkpoint, each attempt is the run's beginning.
         saved = any((folder / "disturbed").glob("epoch_*"))
         plan = plan_of(chance, chance.randint(1, 5) if saved else BEGAN)
+        if disturbances is not None and attempts > disturbances:
+            plan = replace(plan, way="done")
         ways[plan.way] += 1
         trace = folder / f"trace {attempts}"
         trace.mkdir()

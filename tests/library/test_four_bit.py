@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,8 @@ def test_bits_of_a_large_weight() -> None:
 
 
 class Model(nn.Module):
+    config = SimpleNamespace(model_type="llama")
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(9, 8, dtype=torch.bfloat16)

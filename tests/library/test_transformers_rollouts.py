@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -267,6 +268,8 @@ def test_a_share_of_a_model_is_whole_where_it_is_gathered() -> None:
 
 def test_adapters_are_not_among_the_weights_of_vllm() -> None:
     class Model(Tied):
+        config = SimpleNamespace(model_type="llama")
+
         def get_output_embeddings(self) -> nn.Module:
             return self.head
 

@@ -30,14 +30,13 @@ from tests.helpers.runs import (
     train,
     undisturbed,
 )
+from tests.helpers.snapshots import EVERY, run_killed
 from torchtune_adaptive.common import durable
-from torchtune_adaptive.recipe.checkpoints import how_to_save, sharded, snapshots
-from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
+from torchtune_adaptive.recipe.checkpoints import sharded, snapshots
+from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder, Since
 from torchtune_adaptive.recipe.checkpoints.snapshots import Snapshots, lack_of_room
-from torchtune_adaptive.recipe.train.loop import TrainingLoop
 
 STEPS = {"max_steps_per_epoch": 8, "epochs": 1}
-EVERY = "adaptive_batching.snapshot_every_n_steps"
 GRPO = {
     **{"dataset.split": "train[:8]", "max_generated_tokens": 8, "num_steps": 3, "epochs": 3},
     **{"batch_size": 4, "grpo_samples": 2, "max_steps_per_epoch": None, "save_every_n_epochs": 3},
@@ -51,25 +50,6 @@ GIB = 1 << 30
 
 def taking(folder: Path, every: int = 2) -> dict[str, Any]:
     return {EVERY: every, "adaptive_batching.snapshot_folder": str(folder / "memory")}
-
-
-def run_killed(kind: str, cfg: DictConfig, after: int, written: bool = True) -> None:
-    """A run of which all ranks are killed after a step, when its snapshots are ``written``."""
-    step, take = TrainingLoop._step, Snapshots.take
-
-    def step_or_die(self: TrainingLoop, epoch: int) -> Any:
-        if self.global_step == after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(self, epoch)
-
-    def take_and_wait(self: Snapshots, *arguments: Any) -> None:
-        take(self, *arguments)
-        self._finish()
-
-    TrainingLoop._step = step_or_die  # type: ignore[method-assign]
-    if written:
-        Snapshots.take = take_and_wait  # type: ignore[method-assign]
-    run_ours(kind, cfg)
 
 
 def killed(kind: str, folder: Path, ranks: int, after: int, **changes: Any) -> None:
@@ -270,8 +250,10 @@ def test_a_search_alone_leaves_them(left: Path) -> None:
 def what_is_resumed(copy: Path) -> str:
     """The step that a run goes on after, and where it was saved; 99 if it is finished."""
     [*places] = (copy / "memory").glob("*/*")
-    of_run = CheckpointFolder(places[0]) if places else None
-    found, _ = CheckpointFolder(copy / "out").newest("full", epochs=1, snapshots=of_run)
+    saved, skipped = CheckpointFolder(copy / "out"), list[str]()
+    saved.complete_interrupted()
+    since = CheckpointFolder(places[0]).since(saved.newest_id(), skipped) if places else []
+    found, _ = saved.newest("full", epochs=1, snapshots=Since(since[0] if since else None, skipped))
     if found is None:
         return "0"
     return "99" if found.epochs_run else f"{found.facts['step']} in {found.folder.parent.name}"
@@ -377,15 +359,6 @@ def without_room_for_state() -> None:
     CheckpointFolder.begin = fail  # type: ignore[method-assign]
 
 
-def on_machines_of_their_own() -> None:
-    mock.patch.object(how_to_save.launcher, "local_size", return_value=1).start()
-    mock.patch.object(how_to_save, "_FOLDER_IS_SEEN_WITHIN", 0.5).start()
-    if os.environ["RANK"] == "1":
-        root = Snapshots._root
-        elsewhere = lambda self, folder: root(self, f"{folder}/elsewhere")  # noqa: E731
-        Snapshots._root = elsewhere  # type: ignore[method-assign]
-
-
 @pytest.mark.runs
 @pytest.mark.parametrize(
     ("how", "why"),
@@ -395,7 +368,6 @@ def on_machines_of_their_own() -> None:
         (without_room_for_state, r"could not be written .* \(No space left on device: "),
         (without_room_in_one_of_its_threads, r"could not be written .* tensors were not written"),
         (leaving_the_others_in_the_middle, "could not be written"),
-        (on_machines_of_their_own, "each machine has one of its own"),
     ],
 )
 def test_training_goes_on_without_them_and_that_is_said_once(
@@ -412,7 +384,7 @@ def test_training_goes_on_without_them_and_that_is_said_once(
     assert not taken(tmp_path)
 
 
-ROOM = {"in_folder": 99 * GIB, "in_memory": 99 * GIB, "held": 0, "copied": False}
+ROOM = {"in_folder": 99 * GIB, "in_memory": 99 * GIB, "held": 0, "staged": False}
 
 
 @pytest.mark.parametrize(
@@ -424,8 +396,8 @@ ROOM = {"in_folder": 99 * GIB, "in_memory": 99 * GIB, "held": 0, "copied": False
         ({"in_folder": GIB, "held": 2 * GIB}, False, 1, None),
         ({"in_memory": 4 * GIB}, True, 1, None),
         ({"in_memory": 4 * GIB - 1}, True, 1, "they take 4 GiB more of the host's memory"),
-        ({"in_memory": 3 * GIB, "copied": True}, True, 1, None),
-        ({"in_memory": GIB, "copied": True, "held": 2 * GIB}, True, 1, None),
+        ({"in_memory": 3 * GIB, "staged": True}, True, 1, None),
+        ({"in_memory": GIB, "staged": True, "held": 2 * GIB}, True, 1, None),
         ({"in_memory": GIB - 1}, False, 1, "they take 1 GiB more of the host's memory"),
         ({"in_memory": GIB // 2}, False, 2, None),
     ],
@@ -434,5 +406,5 @@ def test_the_room_that_they_need(
     changes: dict[str, int], memory_backed: bool, machines: int, missing: str | None
 ) -> None:
     room = {**ROOM, **changes}
-    found = lack_of_room(GIB, machines, memory_backed=memory_backed, **room)  # type: ignore[arg-type]
+    found = lack_of_room(GIB, GIB // machines, memory_backed=memory_backed, **room)  # type: ignore[arg-type]
     assert (found is None) == (missing is None) and (missing or "") in (found or "")

@@ -12,6 +12,12 @@ from tests.helpers.soak import soak
 pytestmark = pytest.mark.runs
 
 
+def test_a_run_that_is_disturbed_twice_learns_the_same(tmp_path: Path, shard: int) -> None:
+    """In other ways with each shard, which is the seed."""
+    compared = soak(shard, tmp_path, epochs=1, disturbances=2)
+    assert compared.loss < 5e-6 and compared.weight < 1e-5, compared
+
+
 @pytest.mark.exhaustive
 def test_a_run_that_is_disturbed_at_random_learns_the_same(tmp_path: Path) -> None:
     compared = soak(random.randrange(10**6), tmp_path, epochs=2)

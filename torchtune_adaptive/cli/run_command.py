@@ -36,6 +36,8 @@ _PRELOADED = "torchtune_adaptive.cli.preloaded"
 _FORKED, _ANEW = "forkserver", "spawn"
 """Of torchrun's ``--start-method``: forked from a server, or by ``python``, as torchrun itself does."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ONE_MACHINE = ("1", "1:1")
+"""Of torchrun's ``--nnodes``."""
 _MOMENT = 120.0
 """Seconds that a GPU has to say that it works."""
 
@@ -190,7 +192,9 @@ def _launch(
     program = forked_rank.__file__ if forked else forked_rank.__name__
     asked = copy(asked)
     asked.run_path, asked.module, asked.no_python = forked, not forked, False
-    asked.standalone = asked.standalone or not asked.rdzv_endpoint
+    # As `tune run` does, but not where machines are to meet at --master_addr.
+    on_one_machine = asked.nnodes in _ONE_MACHINE
+    asked.standalone = asked.standalone or (on_one_machine and not asked.rdzv_endpoint)
     asked.training_script = program
     logging.getLogger(multiprocessing_of_torch.__name__).addFilter(_without_traceback)
     asked.training_script_args = [json.dumps(environment or {}), recipe, *arguments]
@@ -212,7 +216,7 @@ def _run_elastic(asked: argparse.Namespace, recipe: str, arguments: list[str]) -
         ChildFailedError: a rank has failed in the last attempt, or would fail in the same way again.
         ConfigError: too few GPUs work, or the options do not fit together.
     """
-    if asked.nnodes not in ("1", "1:1"):
+    if asked.nnodes not in _ONE_MACHINE:
         remedy = "Several machines are elastic with --nnodes MIN:MAX alone"
         raise ConfigError("--nnodes", asked.nnodes, "does not go with --elastic", remedy)
     least, most = bounds(asked.nproc_per_node)

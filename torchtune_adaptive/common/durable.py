@@ -156,6 +156,12 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
 
 def check_contents(folder: Path, manifest: Manifest, names: list[str]) -> None:
     """Raise ``Damaged`` unless these files have the content that was saved. Reads them all."""
+    for problem in damaged(folder, manifest, names).values():
+        raise Damaged(problem)
+
+
+def damaged(folder: Path, manifest: Manifest, names: list[str]) -> dict[str, str]:
+    """Those of some files that do not have the content that was saved, with the reason. Reads them all."""
 
     def check(name: str) -> str | None:
         try:
@@ -166,9 +172,10 @@ def check_contents(folder: Path, manifest: Manifest, names: list[str]) -> None:
         return None if actual == manifest.files[name][1] else f"{name} is corrupted (checksum)"
 
     with ThreadPoolExecutor(_READERS) as pool:
-        for problem in pool.map(check, names):
-            if problem is not None:
-                raise Damaged(problem)
+        problems = [*pool.map(check, names)]
+    return {
+        name: problem for name, problem in zip(names, problems, strict=True) if problem is not None
+    }
 
 
 def publish(staged: Path, final: Path, trash: Path, *, flush: bool = True) -> None:

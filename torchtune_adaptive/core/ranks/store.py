@@ -59,6 +59,7 @@ def open_store_of_attempt(timeout: timedelta) -> dist.TCPStore:
         store, address = _hosted(_host(size), timeout)
         store.set(_EXPECTS, str(size))
         shared.set(_ADDRESS, json.dumps(address))
+        _wait_for_all(store, size, began + timeout.total_seconds())
         return store
     while time.monotonic() - began < timeout.total_seconds():
         with suppress(OSError, RuntimeError):  # the address is of an earlier attempt
@@ -77,7 +78,29 @@ def _joined(host: str, port: int, rank: int, size: int) -> dist.TCPStore | None:
     socket.create_connection((host, port), timeout=_REACHED).close()
     store = dist.TCPStore(host, port, is_master=False, timeout=_ANSWER)
     expects = store.check([_EXPECTS]) and int(store.get(_EXPECTS)) == size
-    return store if expects and store.add(f"rank {rank} is here", 1) == 1 else None
+    return store if expects and store.add(_is_here(rank), 1) == 1 else None
+
+
+def _wait_for_all(store: dist.TCPStore, size: int, end: float) -> None:
+    """Wait until all ranks have found the store; on rank 0.
+
+    Raises:
+        RankLost: some have not come before ``end``.
+    """
+    others = [_is_here(rank) for rank in range(1, size)]
+    while not store.check(others):
+        if time.monotonic() > end:
+            missing = [str(rank) for rank in range(1, size) if not store.check([_is_here(rank)])]
+            raise RankLost(
+                f"lost {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}, which did not begin "
+                "this attempt in time. With static rendezvous a launcher does not learn that the ranks of "
+                "others have ended, and waits for one of its own that is stopped: use --rdzv_backend c10d."
+            )
+        time.sleep(_PAUSE)
+
+
+def _is_here(rank: int) -> str:
+    return f"rank {rank} is here"
 
 
 def _hosted(host: str, timeout: timedelta) -> tuple[dist.TCPStore, tuple[str, int]]:

@@ -11,7 +11,7 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -236,12 +236,23 @@ class Checkpoints:
     # --- what a run starts from -----------------------------------------------------------------------
 
     def _undamaged_source(self) -> Source | Finished | None:
-        """The files to resume from. Of those that are sharded, each rank reads its share before."""
+        """The files to resume from; None to start from the beginning. Of those that are sharded, each rank
+        reads its share before."""
         ranks, damaged = self._environment.ranks, dict[Path, str]()
+        if not self._asked["resume_from_checkpoint"]:
+            self._all.decide(partial(say_what_is_replaced, self._folder))
+            return None
+        named, checkpoint = self._all.decide(self._what_is_there)
+        if named is not None:
+            return named
+        since = self._snapshots.newest(checkpoint)
+        choose = partial(newest_source, self._folder, self._asked.kind, self._epochs)
         while True:
-            chosen = self._all.decide(partial(self._choose_source, damaged))
+            chosen = self._all.decide(partial(choose, damaged, since))
             if not isinstance(chosen, Source) or chosen.sharded is None:
                 return chosen
+            if self._snapshots.folder_of(chosen.checkpoint) is not None:
+                return chosen  # and read already
             folder = Path(chosen.sharded)
             own = damage_in_share(folder, chosen.checkpoint, ranks.rank, ranks.size)
             damage = [each for each in self._all.gather(own) if each is not None]
@@ -249,15 +260,18 @@ class Checkpoints:
                 return chosen
             damaged[folder] = damage[0]
 
-    def _choose_source(self, damaged: Mapping[Path, str]) -> Source | Finished | None:
-        """The files to resume from, chosen on rank 0; None to start from the beginning."""
-        if not self._asked["resume_from_checkpoint"]:
-            say_what_is_replaced(self._folder)
+    def _what_is_there(self) -> tuple[Source | None, str | None]:
+        """The files that the config names; or else the id of the newest checkpoint."""
+        if (named := named_source(self._asked.cfg, self._asked.kind)) is not None:
+            return named, None
+        self._folder.complete_interrupted()
+        return None, self._folder.newest_id()
+
+    def _sharded_source(self) -> Path | None:
+        """The folder in which this rank reads the sharded checkpoint or snapshot to resume from, if any."""
+        if self._source is None or self._source.sharded is None:
             return None
-        named = named_source(self._asked.cfg, self._asked.kind)
-        return named or newest_source(
-            self._folder, self._asked.kind, self._epochs, damaged, self._snapshots.folder
-        )
+        return self._snapshots.folder_of(self._source.checkpoint) or Path(self._source.sharded)
 
     def build_checkpointer(self) -> Any:
         """torchtune's checkpointer: it reads the weights, and writes into the staging folder.
@@ -291,8 +305,8 @@ class Checkpoints:
         source = self._source
         if source is None:
             return loaded
-        if source.sharded is not None:
-            self._require_same_optimizer(training_state_of(Path(source.sharded)))
+        if (folder := self._sharded_source()) is not None:
+            self._require_same_optimizer(training_state_of(folder))
             return loaded
         if source.adapters is not None:
             loaded[training.ADAPTER_KEY] = read_file(source.adapters)
@@ -319,12 +333,12 @@ class Checkpoints:
         self, model: Model, optimizers: Optimizers, progress: Progress
     ) -> dict[str, Any]:
         """Load a sharded checkpoint into the model and the optimizer; the recipe's state."""
-        assert self._source is not None and self._source.sharded is not None
-        folder, of_torchtune = Path(self._source.sharded), progress.of_torchtune()
+        folder, of_torchtune = self._sharded_source(), progress.of_torchtune()
+        assert folder is not None
         for optimizer in optimizers.steppers:  # only what it holds already is loaded
             private.initialize_state(optimizer)
         state = {**of_torchtune, **self._trained(model, optimizers)}
-        self._writer().load(folder, state)
+        self._writer().load(folder, state, self._snapshots.fetch)
         optimizers.saved.load_state_dict(state[training.OPT_KEY])
         numbers = {key: state[key] for key in of_torchtune}
         return numbers | self._all.read(partial(training_state_of, folder))

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,9 @@ STATE = "recipe_state.pt"
 TORCH_METADATA = ".metadata"
 """The file that torch writes last into a distributed checkpoint."""
 
+OF_ALL = "of_all"
+"""The fact with the names of the files that a snapshot has on all machines, where each has a part."""
+
 _NAME = re.compile(r"(dist_)?epoch_(?P<epoch>\d+)(_step_(?P<step>\d+))?")
 _STAGING = ".saving"
 _TRASH = ".trash"
@@ -55,6 +58,7 @@ _OTHER_FACTS: dict[str, tuple[type, ...]] = {
     "step": (int, NoneType),
     "samples": (int, NoneType),
     "since": (list,),
+    OF_ALL: (list,),
 }
 
 
@@ -65,6 +69,8 @@ class Checkpoint:
     folder: Path
     manifest: Manifest | None
     """List of what it holds; None if torchtune saved it, and nothing of it can be verified."""
+    is_verified: bool = False
+    """Whether its files have been read already. They may be on other machines."""
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
@@ -125,6 +131,19 @@ class Checkpoint:
         return bool(self.facts.get("resumable")) and (self.folder / STATE).exists()
 
 
+@dataclass(frozen=True)
+class Since:
+    """What snapshots there are since the newest checkpoint of a run."""
+
+    newest: Checkpoint | None = None
+    """The newest that is whole."""
+    skipped: Sequence[str] = ()
+    """Those that are newer, with the reason why they are not."""
+
+
+NONE_SINCE = Since()
+
+
 class CheckpointFolder:
     """The output folder of a run, as far as checkpoints are concerned. For rank 0 only.
 
@@ -168,7 +187,7 @@ class CheckpointFolder:
     def begin(self, name: str) -> Path:
         """The empty place in which to write a checkpoint; it is no checkpoint until it is published."""
         if not self._tidy:
-            self._complete_interrupted()
+            self.complete_interrupted()
             shutil.rmtree(self.staging, ignore_errors=True)  # what other runs left unfinished
             self._tidy = True
         staged = self.staging / name
@@ -182,7 +201,7 @@ class CheckpointFolder:
         Args:
             known: the files that are on disk already; see ``durable.seal``.
         """
-        numbered = {"number": 1 + max((one.number for one in self._all()), default=0), **facts}
+        numbered = {"number": 1 + self.newest_number(), **facts}
         durable.seal(self.staging / name, numbered, known, flush=self._flush)
         self._put_in_place(self.staging / name)
         try:
@@ -237,9 +256,13 @@ class CheckpointFolder:
             checkpoint: its id; None where none was saved before them.
             skipped: a list that gets the names of those that are not whole, with the reason.
         """
-        skipped += self._complete_interrupted()
+        skipped += self.complete_interrupted()
         found = [each for each in self._all(skipped) if checkpoint in each.facts.get("since", [])]
         return sorted(found, key=lambda one: -one.number)
+
+    def newest_number(self) -> int:
+        """The number of the newest checkpoint; 0 if there is none."""
+        return max((one.number for one in self._all()), default=0)
 
     def newest_name(self) -> str | None:
         """The newest checkpoint, for messages."""
@@ -258,7 +281,7 @@ class CheckpointFolder:
         reads: Collection[str] | None = None,
         epochs: int | None = None,
         damaged: Mapping[Path, str] = MappingProxyType({}),
-        snapshots: CheckpointFolder | None = None,
+        snapshots: Since = NONE_SINCE,
     ) -> tuple[Checkpoint | None, list[str]]:
         """The newest complete checkpoint, and those that are newer but not usable, with the reason.
 
@@ -268,7 +291,7 @@ class CheckpointFolder:
             epochs: the epochs that the run wants. A checkpoint that has them all needs no recipe state.
             damaged: the sharded checkpoints that ranks have found to be damaged, with the reason. Those are
                 too large for this rank alone: it looks at the sizes of their files only.
-            snapshots: the folder of snapshots, of which those since the newest checkpoint here count.
+            snapshots: those since the newest checkpoint here.
 
         Returns:
             No checkpoint if none has ever been saved here.
@@ -276,10 +299,10 @@ class CheckpointFolder:
         Raises:
             CheckpointError: there are some, but none can be resumed from.
         """
-        skipped = self._complete_interrupted()
+        skipped = [*self.complete_interrupted(), *snapshots.skipped]
         unusable: list[str] = []
         saved = sorted(self._all(unusable), key=lambda one: -one.number)
-        since = snapshots.since(self.newest_id(), skipped) if snapshots is not None else []
+        since = [snapshots.newest] if snapshots.newest is not None else []
         for checkpoint in since + saved:
             reason = damaged.get(checkpoint.folder) or _why_not(checkpoint, recipe, reads, epochs)
             if reason is None:
@@ -297,7 +320,7 @@ class CheckpointFolder:
             )
         return None, skipped
 
-    def _complete_interrupted(self) -> list[str]:
+    def complete_interrupted(self) -> list[str]:
         """Publish what was sealed when its run was killed; the names of what was not finished."""
         unfinished = []
         for staged in sorted(self.staging.glob("*epoch_*")):
@@ -396,6 +419,8 @@ def _why_not(
     saved_by = checkpoint.facts.get("recipe")
     if saved_by != recipe:
         return f"it was saved by the {saved_by} recipe"
+    if checkpoint.is_verified:
+        return None
     expected, read = set(manifest.files), set(manifest.files if reads is None else reads)
     if checkpoint.is_sharded:
         read = set()

@@ -12,7 +12,13 @@ from types import MappingProxyType
 from omegaconf import DictConfig, ListConfig
 
 from torchtune_adaptive.common import CheckpointError, Damaged, counted, durable
-from torchtune_adaptive.recipe.checkpoints.folder import STATE, CheckpointFolder, checkpoint_of
+from torchtune_adaptive.recipe.checkpoints.folder import (
+    NONE_SINCE,
+    STATE,
+    CheckpointFolder,
+    Since,
+    checkpoint_of,
+)
 from torchtune_adaptive.recipe.settings.kind_table import Kind
 
 log = logging.getLogger(__name__)
@@ -79,13 +85,13 @@ def newest_source(
     kind: Kind,
     epochs: int,
     damaged: Mapping[Path, str] = MappingProxyType({}),
-    snapshots: CheckpointFolder | None = None,
+    snapshots: Since = NONE_SINCE,
 ) -> Source | Finished | None:
     """The newest complete checkpoint in an output folder, or None if none has been saved.
 
     Args:
         damaged: sharded checkpoints that are not, with the reason.
-        snapshots: the folder of snapshots.
+        snapshots: those since the newest checkpoint.
 
     Raises:
         CheckpointError: none can be resumed from.

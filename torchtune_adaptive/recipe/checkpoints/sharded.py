@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from torch.distributed.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
+    LoadPlan,
+    LoadPlanner,
     SavePlan,
     SavePlanner,
 )
@@ -27,13 +28,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchtune_adaptive.common import CheckpointError, durable
+from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.recipe.checkpoints.all_or_none import (
     LONGEST_SAVE,
     AllOrNone,
     read_file,
     reason,
 )
-from torchtune_adaptive.recipe.checkpoints.folder import Checkpoint, CheckpointFolder
+from torchtune_adaptive.recipe.checkpoints.folder import (
+    TORCH_METADATA,
+    Checkpoint,
+    CheckpointFolder,
+)
+from torchtune_adaptive.recipe.checkpoints.neighbours import Neighbours
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +48,7 @@ TRAINING_STATE = "training_state.pt"
 """The file beside torch's with what torchtune's format has no place for."""
 _WRITERS = 4  # threads on each rank, each of which writes a file
 _planners = count()
+Fetch = Callable[[set[str], Ranks], None]
 
 
 class ShardedCheckpoints:
@@ -50,6 +58,7 @@ class ShardedCheckpoints:
         device: the device of what is saved.
         failed: function that is told, while training continues, why one could not be written.
         what: what they are called in the log.
+        neighbours: what completes them where each machine has a folder of its own.
     """
 
     def __init__(
@@ -59,12 +68,17 @@ class ShardedCheckpoints:
         device: torch.device,
         failed: Callable[[str], None] = log.error,
         what: str = "checkpoint",
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.folder = folder
         self._what = what
         self._failed = failed
         self._all = all_or_none
         self._device = device
+        self._neighbours = neighbours
+        self._publishes = (
+            all_or_none.ranks.is_zero if neighbours is None else neighbours.places.is_leader
+        )
         # A thread in the background runs collectives, which must not meet those of training.
         self._in_thread = AllOrNone(all_or_none.ranks.in_a_thread(LONGEST_SAVE))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
@@ -113,6 +127,10 @@ class ShardedCheckpoints:
         """Whether there is something to ``finish``."""
         return self._running is not None
 
+    def is_done_within(self, seconds: float) -> bool:
+        """Wait for what is being written, but not for long; whether there is nothing to wait for any more."""
+        return self._running is None or not wait([self._running], seconds).not_done
+
     @property
     def has_copy(self) -> bool:
         """Whether it has the memory for a copy of what is saved."""
@@ -131,13 +149,19 @@ class ShardedCheckpoints:
             self._stager.close()
         self._in_thread.ranks.close()
 
-    def load(self, folder: Path, state: dict[str, Any]) -> None:
-        """Load a checkpoint into the tensors of ``state``, and replace its other values."""
+    def load(self, folder: Path, state: dict[str, Any], fetch: Fetch | None = None) -> None:
+        """Load a checkpoint into the tensors of ``state``, and replace its other values.
+
+        Args:
+            fetch: function that gets files into the folder that are on other machines; all ranks call it,
+                with the names of those that they read.
+        """
+        ranks = self._in_thread.ranks
 
         def read() -> None:
-            reader = FileSystemReader(folder)
+            reader = _Reader(folder, lambda names: fetch(names, ranks) if fetch else None)
             try:
-                dcp.load(state, storage_reader=reader, process_group=self._in_thread.ranks.group)
+                dcp.load(state, storage_reader=reader, process_group=ranks.group)
             except CheckpointException as error:  # which is no Exception
                 raise CheckpointError(f"{folder}: cannot be loaded ({reason(error)}).") from None
 
@@ -168,8 +192,17 @@ class ShardedCheckpoints:
     ) -> None:
         """Write and publish; all ranks do, and all end alike."""
         try:
-            written = self._written(name, state, describe)
-            self._in_thread.decide(partial(self._publish, name, facts, written, describe))
+            if self._neighbours is not None:
+                self._neighbours.begin(name, self._in_thread, describe)
+            of_ranks = self._written(name, state, describe)
+            known = {file: of for files in of_ranks for file, of in files.items()}
+            if self._neighbours is not None:
+                small = (TRAINING_STATE, TORCH_METADATA)
+                more, known = self._neighbours.complete(
+                    name, of_ranks, small, self._in_thread, describe
+                )
+                facts = {**facts, **more}
+            self._publish(name, facts, known, describe)
         except BaseException:
             self._abandon(name)
             raise
@@ -184,8 +217,8 @@ class ShardedCheckpoints:
 
     def _written(
         self, name: str, state: dict[str, Any], describe: Callable[[BaseException], str]
-    ) -> durable.Files:
-        """The files of all ranks, written and on disk."""
+    ) -> list[durable.Files]:
+        """The files of each rank, written and on disk."""
         folder, mine = self.folder.staging / name, durable.Files()
         problem: BaseException | None = None
         left: str | None = None
@@ -212,10 +245,7 @@ class ShardedCheckpoints:
             except OSError as error:
                 problem = error
         self._in_thread.raise_if_any(problem, describe)
-        everyones: durable.Files = {}
-        for files in self._in_thread.ranks.gather(mine):
-            everyones |= files
-        return everyones
+        return self._in_thread.gather(mine)
 
     def _publish(
         self,
@@ -224,14 +254,18 @@ class ShardedCheckpoints:
         written: durable.Files,
         describe: Callable[[BaseException], str],
     ) -> None:
-        try:
-            self.folder.publish(name, facts, written)
-        except OSError as error:
-            raise CheckpointError(describe(error)) from error
-        log.info(f"Saved the {self._what} {self.folder.path / name}.")
+        problem: Exception | None = None
+        if self._publishes:
+            try:
+                self.folder.publish(name, facts, written)
+            except Exception as error:
+                problem = error
+        self._in_thread.raise_if_any(problem, describe)
+        if self._all.ranks.is_zero:
+            log.info(f"Saved the {self._what} {self.folder.path / name}.")
 
     def _abandon(self, name: str) -> None:
-        if self._all.ranks.is_zero:
+        if self._publishes:
             self.folder.abandon(name)
 
 
@@ -243,6 +277,18 @@ class _Writer(FileSystemWriter):
         if missing := len(plan.items) - len(written.value()):
             raise OSError(f"{missing} of {len(plan.items)} tensors were not written, see above")
         return written
+
+
+class _Reader(FileSystemReader):
+    """torch's reader, of files that may have to be fetched before."""
+
+    def __init__(self, folder: Path, fetch: Callable[[set[str]], None]) -> None:
+        super().__init__(folder)
+        self._fetch = fetch
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        self._fetch({self.storage_data[each.storage_index].relative_path for each in plan.items})
+        return super().read_data(plan, planner)
 
 
 def damage_in_share(folder: Path, checkpoint: str | None, rank: int, ranks: int) -> str | None:

@@ -1,7 +1,7 @@
-"""Snapshots: sharded checkpoints in memory or on a local disk, from which a restart on this machine goes on.
+"""Snapshots: sharded checkpoints in memory or on a local disk, from which a restart goes on.
 
-They outlive the processes of a run, not its machine. What they are of is in the output folder: a run that
-begins anew there, or in a new folder of that name, finds none.
+They outlive the processes of a run and, of several machines, the loss of one. What they are of is in the
+output folder: a run that begins anew there, or in a new folder of that name, finds none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import hashlib
 import logging
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -19,11 +21,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.common import CheckpointError, durable, human_bytes, launcher
+from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.recipe.checkpoints.all_or_none import AllOrNone, reason
-from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
+from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder, Since
 from torchtune_adaptive.recipe.checkpoints.gathering import MOMENTS
-from torchtune_adaptive.recipe.checkpoints.how_to_save import is_shared
+from torchtune_adaptive.recipe.checkpoints.neighbours import Neighbours
+from torchtune_adaptive.recipe.checkpoints.places import Places
 from torchtune_adaptive.recipe.checkpoints.sharded import ShardedCheckpoints
+from torchtune_adaptive.recipe.checkpoints.whole import WholeSnapshots
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.cgroups import available_memory
@@ -34,11 +39,13 @@ IN_MEMORY = Path("/dev/shm")
 NAME = ".snapshots"
 """The file in the output folder with the name that its snapshots have."""
 _KEPT = 2
+_LONGEST_WAIT = 60.0
+"""Seconds that training waits for the snapshot before, once it is time for another."""
 _MEMORY_BACKED = ("tmpfs", "ramfs")
 
 
 class Snapshots:
-    """The snapshots of a run: where they are, and when none can be taken.
+    """The snapshots of a run: where they are, and when none can be taken. All ranks call all of it.
 
     Args:
         device: the device of what is saved.
@@ -51,27 +58,51 @@ class Snapshots:
         self._resumes = bool(asked["resume_from_checkpoint"])
         self._takes = asked.settings.snapshot_every_n_steps is not None
         self._only_looks = asked.settings.search_only
-        self._place = self._root(asked.settings.snapshot_folder)  # rank 0's counts
-        name = everyone.decide(self._name)
-        self.folder = CheckpointFolder(self._place / name, _KEPT, flush=False)
-        self._writer: ShardedCheckpoints | None = None
-        self._size = 0
+        self._place = self._root(asked.settings.snapshot_folder)
         self._impossible: str | None = None
-        self._has_said = False
+        name, is_new = everyone.decide(self._name)
+        self.folder = CheckpointFolder(self._place / name, _KEPT, flush=False)
+        self._places = self._found_places(is_new)
+        self._whole = WholeSnapshots(self.folder, self._places, everyone)
+        self._remove_others()
+        self._writer: ShardedCheckpoints | None = None
+        self._neighbours: Neighbours | None = None
+        self._sizes = [0] * everyone.ranks.size
+        self._has_copies = self._places.are_several
+        self._has_said: set[str] = set()
+        self._is_late = False
+
+    def newest(self, checkpoint: str | None) -> Since:
+        """The newest whole snapshot that was taken since a checkpoint."""
+        return self._whole.newest(checkpoint)
+
+    def folder_of(self, checkpoint: str | None) -> Path | None:
+        """The folder in which this rank reads the newest snapshot, if it has this id."""
+        return self._whole.folder_of(checkpoint)
+
+    def fetch(self, names: Collection[str], ranks: Ranks) -> None:
+        """Get files of the newest snapshot that this rank reads, and that are on other machines."""
+        self._whole.fetch(names, ranks)
 
     def begin(self, model: nn.Module) -> None:
-        """Say before training if none can be taken."""
+        """Say before training if none can be taken, or if they have no copies."""
+        self._whole.close()
         if not self._takes:
             return
         trained = [each for each in model.parameters() if each.requires_grad]
         own = sum(
             each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in trained
         )
-        self._size = (1 + MOMENTS) * sum(self._all.gather(own))
-        several = launcher.size() > launcher.local_size()
-        if self._is_possible() and several and not is_shared(self.folder.path, self._all):
-            self._impossible = "each machine has one of its own, and would have a part only"
-            self._is_possible()
+        self._sizes = [(1 + MOMENTS) * each for each in self._all.gather(own)]
+        if self._has_copies and (lack := self._lack()) is not None:
+            self._has_copies = False
+            if self._lack() is None:
+                self._say(
+                    f"Snapshots have no copies on other machines: with them, {lack}. If a machine is lost, "
+                    "the run goes on from the last checkpoint.",
+                    of="copies",
+                )
+        self._is_possible()
 
     def take(
         self, save: Callable[[ShardedCheckpoints, Callable[[BaseException], str]], None]
@@ -81,12 +112,26 @@ class Snapshots:
         Args:
             save: function that begins to save with a writer; it is given what describes its failures.
         """
-        self._finish()
-        if not self._is_possible():
+        if not (self._is_ready() and self._is_possible()):
             return
+        if self._places.are_several and self._neighbours is None:
+            self._neighbours = Neighbours(
+                self._places,
+                self.folder,
+                self._all,
+                self._has_copies,
+                partial(self._say, of="copies"),
+            )
+        if self._neighbours is not None:
+            self._neighbours.connect()
         if self._writer is None:
             self._writer = ShardedCheckpoints(
-                self.folder, self._all, self._device, self._say, what="snapshot"
+                self.folder,
+                self._all,
+                self._device,
+                self._say,
+                what="snapshot",
+                neighbours=self._neighbours,
             )
         try:
             save(self._writer, self._unwritable)
@@ -98,8 +143,36 @@ class Snapshots:
         self._finish()
         if self._writer is not None:
             self._writer.close()
-        if self._all.ranks.is_zero and not self._only_looks:
-            self._remove()
+        if self._neighbours is not None:
+            self._neighbours.close()
+        if self._only_looks:
+            return
+        if self._places.is_leader:
+            shutil.rmtree(self._place, ignore_errors=True)
+        if self._all.ranks.is_zero:
+            (self._output_dir / NAME).unlink(missing_ok=True)
+
+    def _is_ready(self) -> bool:
+        """Whether the one before is written, or has failed. If not, the ranks that are late are named."""
+        if self._writer is None or not self._writer.is_writing:
+            return True
+        is_done = self._writer.is_done_within(0.0 if self._is_late else _LONGEST_WAIT)
+        copies = self._neighbours is not None and self._neighbours.is_copying
+        late = {
+            rank: copies
+            for rank, (is_done, copies) in enumerate(self._all.gather((is_done, copies)))
+            if not is_done
+        }
+        self._is_late = bool(late)
+        if late:
+            ranks = [rank for rank, copies in late.items() if copies] or [*late]
+            self._say(
+                f"Snapshots are left out until the one before is written, which takes more than "
+                f"{_LONGEST_WAIT:g} s: {self._places.named(ranks)} still writes. Training goes on."
+            )
+            return False
+        self._finish()
+        return True
 
     def _finish(self) -> None:
         """Wait for the one that is being written. After a failure, the next one has a writer of its own, as
@@ -108,14 +181,14 @@ class Snapshots:
             return
         try:
             self._writer.finish()
-            self._has_said = False
+            self._has_said.discard("")
         except CheckpointError:  # said already
             self._writer.close()
             self._writer = None
 
     def _is_possible(self) -> bool:
         """Whether a snapshot can be taken, on all ranks; if none can, rank 0 says so."""
-        problem = self._impossible or self._all.decide(self._look)
+        problem = self._impossible or self._lack()
         if problem is not None:
             self._say(
                 f"No snapshots are taken in {self._place}: {problem}. Set {BLOCK}.snapshot_folder to a "
@@ -123,7 +196,35 @@ class Snapshots:
             )
         return problem is None
 
-    # --- on rank 0 ------------------------------------------------------------------------------------
+    def _lack(self) -> str | None:
+        """What is missing for a snapshot on one of the machines, if anything is."""
+        look = self._look() if self._places.is_leader else None
+        for rank, problem in enumerate(self._all.gather(look)):
+            if problem is not None:
+                on = f"on {self._places.hosts[rank]}, " if self._places.are_several else ""
+                return f"{on}{problem}"
+        return None
+
+    def _found_places(self, is_new: bool) -> Places:
+        """Which ranks share the folder of snapshots, where there are any to take or to find."""
+        wanted = (self._takes and not self._only_looks) or not is_new
+        if wanted and launcher.size() > launcher.local_size():
+            try:
+                return Places.found(self.folder.path, self._all)
+            except CheckpointError as error:
+                self._impossible = f"not all machines can write there ({error})"
+        return Places.one(self._all.ranks)
+
+    def _remove_others(self) -> None:
+        """Remove what earlier runs in the same output folder have left on this machine."""
+        if self._only_looks or launcher.local_rank() != 0 or not self._place.is_dir():
+            return
+        with suppress(OSError):
+            for each in self._place.iterdir():
+                if each != self.folder.path:
+                    shutil.rmtree(each, ignore_errors=True)
+
+    # --- on one rank, of all or of a machine ----------------------------------------------------------
 
     def _root(self, folder: str | None) -> Path:
         """The folder of all snapshots of an output folder; the same whenever a run is started there."""
@@ -132,31 +233,38 @@ class Snapshots:
         digest = hashlib.sha256(str(output_dir).encode()).hexdigest()[:12]
         return parent.absolute() / f"torchtune_adaptive_{digest}"
 
-    def _name(self) -> str:
-        """The name that the output folder has for its snapshots; a new one where there is none to resume."""
+    def _name(self) -> tuple[str, bool]:
+        """The name that the output folder has for its snapshots, and whether it is a new one, as where there
+        is none to resume."""
         file, new = self._output_dir / NAME, uuid.uuid4().hex
         if self._resumes and file.is_file():
-            return file.read_text()
+            return file.read_text(), False
         if not self._only_looks:
-            self._remove()
+            shutil.rmtree(self._place, ignore_errors=True)
+            file.unlink(missing_ok=True)
             if self._takes:
                 durable.write_durably(file, new.encode())
-        return new
-
-    def _remove(self) -> None:
-        shutil.rmtree(self._place, ignore_errors=True)
-        (self._output_dir / NAME).unlink(missing_ok=True)
+        return new, True
 
     def _look(self) -> str | None:
-        """Why no snapshot can be taken now, or None."""
+        """Why no snapshot can be taken on this machine now, or None."""
+        places = self._places
+        here = {*places.beside(places.rank)}
+        own = sum(self._sizes[rank] for rank in here)
+        copied = 0
+        if self._has_copies:
+            copied = sum(
+                size for rank, size in enumerate(self._sizes) if places.neighbours[rank] in here
+            )
+        machines = 1 if places.are_several else launcher.size() // launcher.local_size()
         try:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             files = (each.stat() for each in self._place.rglob("*") if each.is_file())
             return lack_of_room(
-                self._size,
-                launcher.size() // launcher.local_size(),
+                own + copied,
+                own // machines,
                 held=sum(each.st_size for each in files),
-                copied=self._writer is not None and self._writer.has_copy,
+                staged=self._writer is not None and self._writer.has_copy,
                 in_folder=shutil.disk_usage(self._place).free,
                 in_memory=available_memory(),
                 memory_backed=_is_memory_backed(self._place),
@@ -170,36 +278,38 @@ class Snapshots:
             "next one is tried."
         )
 
-    def _say(self, line: str) -> None:
-        if not self._has_said:
+    def _say(self, line: str, of: str = "") -> None:
+        """Say something once, until a snapshot has succeeded; of copies, once."""
+        if of not in self._has_said:
             log.log(logging.WARNING if self._all.ranks.is_zero else logging.DEBUG, line)
-        self._has_said = True
+        self._has_said.add(of)
 
 
 def lack_of_room(
     size: int,
-    machines: int,
+    from_device: int,
     *,
     held: int,
-    copied: bool,
+    staged: bool,
     in_folder: int,
     in_memory: int,
     memory_backed: bool,
 ) -> str | None:
-    """What is missing for snapshots of ``size`` bytes, of which the newest two and a third one, which is
-    being written, are there at once, and a copy of what is written; None if nothing is.
+    """What is missing on a machine for snapshots of ``size`` bytes there, of which the newest two and a third
+    one, which is being written, are there at once; None if nothing is.
 
     Args:
+        from_device: bytes of host memory that they are copied into first.
         held: bytes that earlier ones have already.
-        copied: whether there is memory for the copy already.
+        staged: whether there is memory for that copy already.
         in_folder: bytes that are free where they are written.
-        in_memory: bytes of memory that a machine has left.
+        in_memory: bytes of memory that the machine has left.
         memory_backed: whether what is written takes memory as well.
     """
     files = max(0, (_KEPT + 1) * size - held)
     if files > in_folder:
         return f"they take {human_bytes(files)} more, and {human_bytes(in_folder)} are free"
-    memory = (0 if copied else size) // machines + (files if memory_backed else 0)
+    memory = (0 if staged else from_device) + (files if memory_backed else 0)
     if memory > in_memory:
         return (
             f"they take {human_bytes(memory)} more of the host's memory, of which {human_bytes(in_memory)} "

@@ -95,8 +95,8 @@ class AdaptiveSettings:
 
     snapshot_every_n_steps: Annotated[int, at_least(1)] | None = _setting(None, memory=False)
     """Take a snapshot every N steps while training goes on: a sharded checkpoint in the machine's memory,
-    from which a restart on the same machine goes on. The newest two are kept, until the run ends
-    (docs/checkpoints.md)."""
+    from which a restart goes on; of several machines, each keeps a copy of another one's part. The newest two
+    are kept, until the run ends (docs/checkpoints.md)."""
 
     snapshot_folder: Annotated[str, FOLDER] | None = _setting(None, memory=False)
     """The folder for snapshots, on each machine. By default ``/dev/shm``, which is memory; where there is

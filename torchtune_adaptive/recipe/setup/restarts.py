@@ -53,7 +53,8 @@ def say_what_restarts_do(asked: Asked, ranks: Ranks) -> None:
         log.warning(
             f"--max-restarts {most}: ranks are restarted, but a machine that is lost or comes back may stop "
             f"the run, because torchrun keeps one store for all attempts. Set {_STORE_PER_ATTEMPT}=1 in the "
-            "environment of every launcher, and use --rdzv_backend c10d."
+            "environment of every launcher, and use --rdzv_backend c10d. With static rendezvous, a rank that "
+            "is stopped ends the run as well."
         )
     if not asked["resume_from_checkpoint"]:
         log.warning(
