@@ -48,7 +48,7 @@ SIGNATURES = {
     "plan_batch_size": "(build, *, optimizer, forward, worst_case, gpu='h100-80gb', memory=None, ranks=1, "
     "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, "
     "length=1, timeout=600.0)",
-    "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None)",
+    "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None, allocated=0)",
     "steps_of": "(data, rows=None, *, global_rows=None, epoch=0, shuffle=True, seed=0, start=0, mesh=None)",
     "Steps.state_dict": "(self)",
     "Steps.load_state_dict": "(self, state)",

@@ -77,6 +77,9 @@ class Plan:
     speed: Speed | None = None
     """The speed at ``rows``: tokens or rows per second, utilization, where the time goes, and how far off it
     may be; None if nothing is known about the device's."""
+    allocated: int = 0
+    """The most memory that tensors take in a step, in bytes, as ``torch.cuda.max_memory_allocated`` counts it;
+    less than what is reserved."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,7 @@ def _answer(question: StepQuestion) -> Plan:
         asked.device.usable_bytes,
         (*question.assumptions, *filter(None, [found.as_written])),
         found.speed,
+        found.peak.allocated,
     )
 
 
