@@ -30,12 +30,22 @@ NUMBER = ("per_device_train_batch_size",)
 NOT_OF_THE_OPTIMIZER = (
     "with plain kernels the peak is not the optimizer's, and what fused ones take is not planned"
 )
-FMS, FITCHECK = "fms-acceleration", "fitcheck"
+FMS, FMS_LATER, FMS_BF16 = (
+    "fms-acceleration",
+    "fms-acceleration, 18 October",
+    "fms-acceleration, bf16 on one GPU, too",
+)
+FITCHECK, LATER = "fitcheck", "fitcheck, a day later"
 TABLES = {
-    FMS: "foundation-model-stack/fms-acceleration, scripts/benchmarks/refs: A100-80, transformers 4.45, PEFT "
-    "0.12, torch 2.4, FSDP1; mem_peak_torch_mem_alloc_in_bytes",
-    FITCHECK: "Anassbzdd/fitcheck, data/measurements: T4, transformers 5.0, PEFT 0.19, torch 2.10, a loop of "
-    "its own (scripts/measure.py); peak_allocated_mib",
+    FMS: "foundation-model-stack/fms-acceleration, scripts/benchmarks/refs: a100_80gb_granite.csv as of 1 "
+    "October 2024 (commit ff14d4f) and a100_80gb_liger.csv; A100-80, transformers 4.45, PEFT 0.12, "
+    "torch 2.4, FSDP1; mem_peak_torch_mem_alloc_in_bytes",
+    FMS_LATER: "the same, a100_80gb_granite.csv as of 18 October 2024 (commit fc78b55), whose scenarios ask "
+    "for bf16 with QLoRA only",
+    FMS_BF16: "two rows of the first table described anew: its scenarios ask for bf16 on one GPU, too",
+    FITCHECK: "Anassbzdd/fitcheck, data/measurements/t4-sweep-2026-09-15.json: T4, transformers 5.17, PEFT "
+    "0.20, torch 2.14, a loop of its own (scripts/measure.py); peak_allocated_mib",
+    LATER: "the same, t4-phase3-2026-09-16.json: transformers 5.0, PEFT 0.19, torch 2.10",
 }
 
 
@@ -73,8 +83,8 @@ class Fms:
     rows: int
     method: str = "full"
     bf16: bool = False
-    """Whether mixed precision was asked for, on one GPU. On several, accelerate's FSDP computes in bfloat16
-    and has what is trained in float32."""
+    """Whether mixed precision was asked for. With FSDP, accelerate then has in float32 what is trained."""
+    table: str = FMS
     more: dict[str, Any] = field(default_factory=dict)
     step: type[TransformersStep] = TransformersStep
 
@@ -84,7 +94,7 @@ class Fms:
             targets = ("q_proj", "k_proj", "v_proj", "o_proj")
             adapters = {"lora": True, "r": 16, "lora_dropout": 0.1, "target_modules": targets}
         return Row(
-            table=FMS,
+            table=self.table,
             name=f"{self.model} {self.method}, {self.kernels}, {self.gpus} x {self.rows}",
             model=self.model,
             gpu="a100-80gb",
@@ -95,7 +105,7 @@ class Fms:
                 "per_device_train_batch_size": self.rows,
                 "max_length": 4096,
                 "dtype": "bfloat16",
-                "bf16": self.bf16 or self.gpus > 1,
+                "bf16": self.bf16,
                 "optim": "adamw_torch",
                 "ranks": self.gpus,
                 "fsdp": self.gpus > 1,
@@ -112,25 +122,23 @@ FOUR_BIT = {
 }
 _POWER, _LLAMA, _MISTRAL = "PowerLM-3b", "Meta-Llama-3-8B", "Mistral-7B-v0.1"
 _SHARES = ((1, 4), (1, 8), (2, 2), (2, 4))
+
+
+def power(table: str, sharded_in_float32: bool) -> Iterator[Fms]:
+    """The rows of PowerLM in a version of its table."""
+    for method, kernels in (("full", "none"), ("LoRA", "none"), ("full", "foak")):
+        for gpus, rows in _SHARES:
+            bf16 = sharded_in_float32 and gpus > 1
+            yield Fms(_POWER, kernels, gpus, rows, method, bf16, table)
+    for kernels, prepared in (("baseline bnb", True), ("accelerated bnb", False)):
+        more = {**FOUR_BIT, "prepare_for_kbit_training": prepared}
+        step = CastByTrl if prepared else TransformersStep
+        for rows in (4, 8):
+            yield Fms(_POWER, kernels, 1, rows, "QLoRA", True, table, more, step)
+
+
 FMS_ROWS = [
-    *(Fms(_POWER, "none", *share) for share in _SHARES),
-    *(Fms(_POWER, "none", *share, "LoRA") for share in _SHARES),
-    *(Fms(_POWER, "foak", *share) for share in _SHARES),
-    *(
-        Fms(
-            *(_POWER, "baseline bnb", 1, rows, "QLoRA", True),
-            more={**FOUR_BIT, "prepare_for_kbit_training": True},
-            step=CastByTrl,
-        )
-        for rows in (4, 8)
-    ),
-    *(
-        Fms(
-            *(_POWER, "accelerated bnb", 1, rows, "QLoRA", True),
-            more={**FOUR_BIT, "prepare_for_kbit_training": False},
-        )
-        for rows in (4, 8)
-    ),
+    *power(FMS, sharded_in_float32=True),
     *(
         Fms(model, kernels, gpus, rows, bf16=True)
         for model, finished in (
@@ -164,6 +172,8 @@ FMS_ROWS = [
         for kernels, shares in finished.items()
         for gpus, rows in shares
     ),
+    *power(FMS_LATER, sharded_in_float32=False),
+    *(Fms(_POWER, "none", 1, rows, "LoRA", True, FMS_BF16) for rows in (4, 8)),
 ]
 
 
@@ -180,6 +190,7 @@ def fitcheck(
     targets: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     optimizer: str = "adamw",
     checkpoint: bool = True,
+    table: str = FITCHECK,
 ) -> Row:
     """A row of fitcheck's, by the arguments of its ``measure.py``."""
     dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[precision]
@@ -209,7 +220,7 @@ def fitcheck(
         f"{rows} x {length}",
     )
     return Row(
-        table=FITCHECK,
+        table=table,
         name=", ".join(words),
         model=model,
         gpu="t4-16gb",
@@ -233,6 +244,20 @@ FITCHECK_ROWS = [
     for quant in ("none", "nf4")
     for attention in ("eager", "sdpa")
     for cell in _GRID
+]
+_LATER = [
+    *(("TinyLlama-1.1B", rows, 1024, "sdpa", "nf4") for rows in (1, 2, 4, 8, 12)),
+    *(("TinyLlama-1.1B", rows, 1024, "eager", "nf4") for rows in (1, 2, 4, 8)),
+    *(
+        (model, 1, 2048, attention, quant)
+        for model in ("Qwen2.5-1.5B", "SmolLM2-1.7B")
+        for quant in ("none", "nf4")
+        for attention in ("eager", "sdpa")
+    ),
+]
+FITCHECK_ROWS += [
+    fitcheck(model, rows, length, attention=attention, quant=quant, table=LATER)
+    for model, rows, length, attention, quant in _LATER
 ]
 
 ROWS = [*(one.row() for one in FMS_ROWS), *FITCHECK_ROWS]
