@@ -18,7 +18,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from published_rows import ROWS, Row
+from published_page import page
+from published_peaks import PEAKS
+from published_rows import FMS_BF16, FMS_LATER, ROWS, TABLES, Row
 from published_steps import folder_of
 
 from torchtune_adaptive.common import AdaptiveBatchingError
@@ -86,13 +88,18 @@ def predict(only: str) -> None:
     RESULT.write_text(json.dumps({"versions": versions, "rows": kept}, indent=1) + "\n")
 
 
+def compare() -> None:
+    """Write the page."""
+    result = json.loads(RESULT.read_text())
+    RESULT.with_suffix(".md").write_text(page(result, PEAKS, TABLES, (FMS_LATER, FMS_BF16)))
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--predict", action="store_true", help="predict the rows anew")
     arguments.add_argument("--only", default="", help="part of the names of the rows to predict")
     asked = arguments.parse_args()
-    if asked.predict:
-        predict(asked.only)
+    predict(asked.only) if asked.predict else compare()
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ TABLES = {
     FMS: "foundation-model-stack/fms-acceleration, scripts/benchmarks/refs: a100_80gb_granite.csv as of 1 "
     "October 2024 (commit ff14d4f) and a100_80gb_liger.csv; A100-80, transformers 4.45, PEFT 0.12, "
     "torch 2.4, FSDP1; mem_peak_torch_mem_alloc_in_bytes",
-    FMS_LATER: "the same, a100_80gb_granite.csv as of 18 October 2024 (commit fc78b55), whose scenarios ask "
+    FMS_LATER: "The same, a100_80gb_granite.csv as of 18 October 2024 (commit fc78b55), whose scenarios ask "
     "for bf16 with QLoRA only. Described after its numbers had been read",
-    FMS_BF16: "two rows of the first table described anew, after its numbers had been read: its scenarios "
+    FMS_BF16: "Two rows of the first table described anew, after its numbers had been read: its scenarios "
     "ask for bf16 on one GPU, too",
     FITCHECK: "Anassbzdd/fitcheck, data/measurements/t4-sweep-2026-09-15.json: T4, transformers 5.17, PEFT "
     "0.20, torch 2.14, a loop of its own (scripts/measure.py); peak_allocated_mib",
-    LATER: "the same, t4-phase3-2026-09-16.json: transformers 5.0, PEFT 0.19, torch 2.10",
+    LATER: "The same, t4-phase3-2026-09-16.json: transformers 5.0, PEFT 0.19, torch 2.10",
 }
 
 
