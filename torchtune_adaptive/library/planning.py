@@ -78,8 +78,8 @@ class Plan:
     """The speed at ``rows``: tokens or rows per second, utilization, where the time goes, and how far off it
     may be; None if nothing is known about the device's."""
     allocated: int = 0
-    """The most memory that tensors take in a step, in bytes, as ``torch.cuda.max_memory_allocated`` counts it;
-    less than what is reserved."""
+    """The most memory that tensors take in a step, in bytes, as ``torch.cuda.max_memory_allocated`` counts
+    it; the allocator reserves more."""
 
 
 @dataclass(frozen=True)
