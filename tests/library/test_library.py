@@ -48,8 +48,8 @@ SIGNATURES = {
     "plan_batch_size": "(build, *, optimizer, forward, worst_case, gpu='h100-80gb', memory=None, ranks=1, "
     "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, "
     "length=1, timeout=600.0)",
-    "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None, with_retries=False, "
-    "experts=None)",
+    "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None, allocated=0, "
+    "with_retries=False, experts=None)",
     "steps_of": "(data, rows=None, *, global_rows=None, epoch=0, shuffle=True, seed=0, start=0, mesh=None)",
     "Steps.state_dict": "(self)",
     "Steps.load_state_dict": "(self, state)",
@@ -76,8 +76,8 @@ SIGNATURES = {
     "vllm_mode='colocate', vllm_gpu_memory_utilization=0.3, vllm_enable_sleep_mode=False, "
     "vllm_tensor_parallel_size=1, vllm_max_model_length=None, vllm_importance_sampling_correction=True, "
     "temperature=1.0, top_p=1.0)",
-    "RolloutsPlan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None, with_retries=False, "
-    "experts=None, phases=(), limiting='', most_utilization=None, engine=None)",
+    "RolloutsPlan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None, allocated=0, "
+    "with_retries=False, experts=None, phases=(), limiting='', most_utilization=None, engine=None)",
     "lr_factor": "(rule, batch, start, noise=None, exponent=0.5)",
     "Outcome": "(loss, weight, gradient_norm, micro_batch, retried, allocation_retries, overflow, noise)",
     "Moment": "(samples, epochs, start, current, lr_factor=1.0, noise=None)",

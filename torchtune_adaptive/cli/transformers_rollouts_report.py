@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING
 
-from torchtune_adaptive.cli.margin import caution, peak_of
+from torchtune_adaptive.cli.margin import caution, caution_of_retries, peak_of
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile
 from torchtune_adaptive.cli.trainer_file_report import subject, what_takes_less
 from torchtune_adaptive.common import Block, Listing, Paragraph, Table, human_bytes
@@ -14,6 +14,7 @@ from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits
 
 if TYPE_CHECKING:
     from torchtune_adaptive.library import RolloutsPlan, TransformersRollouts
+    from torchtune_adaptive.library.rollouts_plan import PlannedPhase
 
 _UTILIZATION = "vllm_gpu_memory_utilization"
 
@@ -22,7 +23,7 @@ def verdict_of(plan: RolloutsPlan, device: DeviceLimits) -> str:
     """The worst verdict of a phase; nothing fits if vLLM has no room for its weights."""
     if _missing(plan):
         return DOES_NOT_FIT
-    verdicts = [_limits(device, phase.usable_bytes).verdict(phase.peak) for phase in plan.phases]
+    verdicts = [_verdict(phase, device) for phase in plan.phases]
     return next((one for one in (DOES_NOT_FIT, "UNCERTAIN") if one in verdicts), "FITS")
 
 
@@ -46,7 +47,9 @@ def rollouts_blocks(
         f"completions of {step.max_completion_length} tokens",
         *_about_vllm(plan, step),
     ]
-    if limits.verdict(limiting.peak) == "UNCERTAIN":
+    if limiting.with_retries:
+        lines.append(caution_of_retries(f"in {limiting.name}"))
+    elif limits.verdict(limiting.peak) == "UNCERTAIN":
         lines.append(caution(limits, f"in {limiting.name}"))
     lines.append(_advice(plan, step, file))
     return [
@@ -139,7 +142,7 @@ def _phases(plan: RolloutsPlan, device: DeviceLimits) -> Table:
             human_bytes(phase.peak),
             human_bytes(phase.beside) if phase.beside else "",
             human_bytes(phase.peak + phase.beside),
-            _limits(device, phase.usable_bytes).verdict(phase.peak),
+            _verdict(phase, device),
             str(phase.largest or "none") if phase.rows else "",
         )
         for phase in plan.phases
@@ -160,6 +163,12 @@ def _memory(plan: RolloutsPlan) -> Table:
     rows.append(("held by the allocator", *(human_bytes(phase.peak) for phase in plan.phases)))
     header = ("peak memory", *(phase.name for phase in plan.phases))
     return Table("", header, rows, right=range(1, len(header)))
+
+
+def _verdict(phase: PlannedPhase, device: DeviceLimits) -> str:
+    if phase.with_retries:
+        return "UNCERTAIN"
+    return _limits(device, phase.usable_bytes).verdict(phase.peak)
 
 
 def _limits(device: DeviceLimits, usable_bytes: int) -> DeviceLimits:

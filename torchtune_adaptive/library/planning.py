@@ -102,6 +102,9 @@ class Plan:
     speed: Speed | None = None
     """The speed at ``rows``: tokens or rows per second, utilization, where the time goes, and how far off it
     may be; None if nothing is known about the device's."""
+    allocated: int = 0
+    """The most memory that tensors take in a step, in bytes, as ``torch.cuda.max_memory_allocated`` counts
+    it; the allocator reserves more."""
     with_retries: bool = False
     """Whether the peak is above the usable memory, but a step runs if torch's allocator returns memory in the
     middle of it."""
@@ -315,6 +318,7 @@ def _found(steps: StepsOfModel, question: StepQuestion) -> Plan:
         asked.device.usable_bytes,
         (*question.assumptions, *filter(None, [found.as_written])),
         found.speed,
+        found.peak.allocated,
         found.peak.with_retries,
     )
 

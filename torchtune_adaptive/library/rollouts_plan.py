@@ -25,6 +25,11 @@ class PlannedPhase:
     """The largest ``per_device_train_batch_size`` with which this phase fits; 0 if none does."""
     parts: dict[str, int]
     """Bytes of tensors at the peak, by what they are for."""
+    allocated: int = 0
+    """The most memory that the trainer's tensors take, in bytes."""
+    with_retries: bool = False
+    """Whether the peak is above the usable memory, but the phase runs if torch's allocator returns memory in
+    the middle of it."""
 
 
 @dataclass(frozen=True)

@@ -271,6 +271,8 @@ class TransformersRollouts(TransformersStep):
                 *filter(None, [found.as_written]),
                 *_EXPERTS * found.has_experts,
             ),
+            allocated=least.allocated,
+            with_retries=least.with_retries,
             phases=planned,
             limiting=least.name,
             most_utilization=most,
@@ -464,9 +466,16 @@ def _no_work(*_: Any) -> None:
 
 def _planned(found: PhasePeak, usable: int) -> PlannedPhase:
     peak = found.peak
-    left = usable - found.beside
     return PlannedPhase(
-        found.name, found.rows, peak.reserved, found.beside, left, found.largest, peak.parts
+        found.name,
+        found.rows,
+        peak.reserved,
+        found.beside,
+        usable - found.beside,
+        found.largest,
+        peak.parts,
+        peak.allocated,
+        peak.with_retries,
     )
 
 
