@@ -14,7 +14,6 @@ from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits
 
 if TYPE_CHECKING:
     from torchtune_adaptive.library import RolloutsPlan, TransformersRollouts
-    from torchtune_adaptive.library.rollouts_plan import PlannedPhase
 
 _UTILIZATION = "vllm_gpu_memory_utilization"
 
@@ -23,7 +22,7 @@ def verdict_of(plan: RolloutsPlan, device: DeviceLimits) -> str:
     """The worst verdict of a phase; nothing fits if vLLM has no room for its weights."""
     if _missing(plan):
         return DOES_NOT_FIT
-    verdicts = [_verdict(phase, device) for phase in plan.phases]
+    verdicts = _verdicts(plan, device)
     return next((one for one in (DOES_NOT_FIT, "UNCERTAIN") if one in verdicts), "FITS")
 
 
@@ -142,10 +141,10 @@ def _phases(plan: RolloutsPlan, device: DeviceLimits) -> Table:
             human_bytes(phase.peak),
             human_bytes(phase.beside) if phase.beside else "",
             human_bytes(phase.peak + phase.beside),
-            _verdict(phase, device),
+            verdict,
             str(phase.largest or "none") if phase.rows else "",
         )
-        for phase in plan.phases
+        for phase, verdict in zip(plan.phases, _verdicts(plan, device), strict=True)
     ]
     return Table("", header, rows, right={1, 2, 3, 4, 6})
 
@@ -165,10 +164,14 @@ def _memory(plan: RolloutsPlan) -> Table:
     return Table("", header, rows, right=range(1, len(header)))
 
 
-def _verdict(phase: PlannedPhase, device: DeviceLimits) -> str:
-    if phase.with_retries:
-        return "UNCERTAIN"
-    return _limits(device, phase.usable_bytes).verdict(phase.peak)
+def _verdicts(plan: RolloutsPlan, device: DeviceLimits) -> list[str]:
+    """The verdict on each phase."""
+    return [
+        "UNCERTAIN"
+        if phase.with_retries
+        else _limits(device, phase.usable_bytes).verdict(phase.peak)
+        for phase in plan.phases
+    ]
 
 
 def _limits(device: DeviceLimits, usable_bytes: int) -> DeviceLimits:
