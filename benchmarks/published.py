@@ -2,6 +2,7 @@
 
     python benchmarks/published.py --predict             # writes docs/results/published.json; half an hour
     python benchmarks/published.py --predict --only bnb  # only rows with this in their names
+    python benchmarks/published.py --again               # predicts once more, and keeps the first predictions
     python benchmarks/published.py                       # writes docs/results/published.md
 
 ``published_rows`` says what ran, and ``published_peaks`` what was measured, which no prediction reads.
@@ -65,8 +66,8 @@ def run_of(row: Row) -> tuple[str, ...]:
     return (row.table, row.model, row.gpu, row.step.__name__, repr(others))
 
 
-def predict(only: str) -> None:
-    """Write predictions of the rows, and keep those of others."""
+def predict(only: str, again: bool) -> None:
+    """Write predictions of the rows, and keep those of others; ``again`` keeps first predictions beside."""
     known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
     found = {(each["table"], each["row"]): each for each in known}
     runs: dict[tuple[str, ...], list[Row]] = {}
@@ -77,7 +78,11 @@ def predict(only: str) -> None:
 
         def of_run(run: list[Row]) -> None:
             for each in predicted(run, Path(under)):
-                found[each["table"], each["row"]] = each
+                before = found.get((each["table"], each["row"]), {})
+                if again and "allocated" in before:
+                    found[each["table"], each["row"]] = {**before, "again": each["allocated"]}
+                else:
+                    found[each["table"], each["row"]] = each
                 said = each.get("allocated") or each["not_predicted"]
                 print(f"{each['row']}: {said}", flush=True)
 
@@ -97,9 +102,13 @@ def compare() -> None:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--predict", action="store_true", help="predict the rows anew")
+    arguments.add_argument("--again", action="store_true", help="beside the first predictions")
     arguments.add_argument("--only", default="", help="part of the names of the rows to predict")
     asked = arguments.parse_args()
-    predict(asked.only) if asked.predict else compare()
+    if asked.predict or asked.again:
+        predict(asked.only, asked.again)
+    else:
+        compare()
 
 
 if __name__ == "__main__":

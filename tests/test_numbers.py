@@ -126,7 +126,7 @@ SEEN_BY_NOBODY = (
 
 PUBLISHED = (
     r"(\d+) peaks: half are within ([\d.]+) %.*? the worst is off by ([\d.]+) %.*? "
-    r"all (\d+) are within ([\d.]+) %"
+    r"all (\d+) are within ([\d.]+) %.*? all (\d+) are within"
 )
 
 CLAIMS = [
@@ -413,7 +413,7 @@ CLAIMS = [
     Claim(
         "docs/results/README.md",
         r"half of (\d+) are predicted within ([\d.]+) %, the worst is ([\d.]+) % off; without eager "
-        r"attention all (\d+) are within ([\d.]+) %",
+        r"attention all (\d+) are within ([\d.]+) %, and all (\d+) since that is mended",
         lambda: said("published.md", PUBLISHED),
     ),
     Claim(

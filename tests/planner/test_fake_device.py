@@ -13,7 +13,7 @@ import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.planner.trace import fake_device
+from torchtune_adaptive.planner.trace import fake_device, kernels
 from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
 
 OPERATIONS = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
@@ -57,3 +57,33 @@ def backward_passes() -> None:
             recorder.take_events()
             result.backward(gradient)
             assert allocated() == [leaf.nbytes], function
+
+
+@pytest.mark.ranks
+def test_softmax_is_that_of_gpus() -> None:
+    run_ranks(softmax_passes, 1, join=False)
+
+
+def softmax_passes() -> None:
+    """Backward multiplies the gradient and the result first; float16 becomes float32 on the way, bfloat16
+    before."""
+    device = fake_device.device()
+    recorder = Recorder(device)
+
+    def allocated() -> list[int]:
+        return [event.nbytes for event in recorder.take_events().events if event.nbytes >= 0]
+
+    with FakeTensorMode() as mode, Watch(recorder, mode):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            leaf = torch.empty(4, 256, device=device, dtype=dtype, requires_grad=True)
+            wide = 4 * leaf.numel()
+            recorder.take_events()
+            result = kernels.softmax(leaf, -1, dtype=torch.float32)
+            converts = dtype == torch.bfloat16
+            assert allocated() == [wide] * (1 + converts), dtype
+            gradient = torch.empty_like(result)
+            recorder.take_events()
+            result.backward(gradient)
+            of_input = leaf.nbytes if not converts else wide
+            assert sorted(allocated()) == sorted([wide, of_input] + [leaf.nbytes] * converts), dtype
+            assert leaf.grad is not None and leaf.grad.dtype == dtype

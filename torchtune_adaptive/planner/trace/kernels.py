@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from torchtune_adaptive.planner.private import schema_of
 
@@ -28,6 +29,11 @@ def _masked_scatter(values: torch.Tensor, *_: Any) -> list[int]:
 def _elementwise_loss(predicted: torch.Tensor, target: torch.Tensor, *_: Any) -> list[int]:
     """The loss of each element, of which the result is the sum."""
     return [torch.broadcast_shapes(predicted.shape, target.shape).numel() * predicted.itemsize]
+
+
+def _softmax_backward(gradient: torch.Tensor, *_: Any) -> list[int]:
+    """The product of the gradient and the result, before its sums are taken off (CUDA, torch 2.13)."""
+    return [gradient.numel() * gradient.itemsize]
 
 
 def _keeping_size(loss: Any) -> Callable[..., torch.Tensor]:
@@ -73,9 +79,25 @@ REPLACED[_aten._grouped_mm.default] = _grouped_product
 WORKSPACES: dict[Any, Callable[..., list[int]]] = {
     _aten.masked_scatter.default: _masked_scatter,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    _aten._softmax_backward_data.default: _softmax_backward,
     _aten.mse_loss.default: _elementwise_loss,
     _aten.smooth_l1_loss.default: _elementwise_loss,
 }
+
+
+_softmax = F.softmax
+
+
+def softmax(
+    values: torch.Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``softmax`` as CUDA has it: its kernel takes float16 and gives float32, which others convert before."""
+    if dim is not None and (values.dtype, dtype) == (torch.float16, torch.float32):
+        return _aten._softmax(values, dim, True)
+    return _softmax(values, dim, _stacklevel, dtype)
 
 
 def attention(  # type: ignore[no-untyped-def]

@@ -26,7 +26,7 @@ from torchtune_adaptive.planner import private
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.compiled_regions import CompiledRegions, check_compiler
-from torchtune_adaptive.planner.trace.kernels import attention
+from torchtune_adaptive.planner.trace.kernels import attention, softmax
 from torchtune_adaptive.planner.trace.known_events import KnownEvents
 from torchtune_adaptive.planner.trace.operation_log import OperationLog
 from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
@@ -303,6 +303,7 @@ class StepTracer:
         if not recorder.simulated:
             replacements += [
                 (F, "scaled_dot_product_attention", attention),
+                (F, "softmax", softmax),
                 (torch.accelerator, "current_stream", fake_device.current_stream),
             ]
         return replacements
