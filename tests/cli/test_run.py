@@ -344,8 +344,18 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 
 FAILING = """
-import atexit, sys
-atexit.register(lambda: print("at the end", flush=True))
+import atexit, os, sys, time
+from pathlib import Path
+
+def at_the_end():
+    print("at the end", flush=True)
+    # Once a rank has failed, the launcher ends the others: not before they have come here.
+    Path(f"ended_{{os.environ['RANK']}}").touch()
+    end = time.monotonic() + 60
+    while len([*Path().glob("ended_*")]) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < end:
+        time.sleep(0.05)
+
+atexit.register(at_the_end)
 {ends}
 """
 

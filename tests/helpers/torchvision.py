@@ -9,6 +9,8 @@ own, where nothing else finds it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,3 +39,14 @@ def use_torchvision() -> None:
                 f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             )
         import torchvision  # noqa: F401
+
+
+@contextmanager
+def without_torchvision() -> Iterator[None]:
+    """A context in which processes are started that do not find it: transformers cannot use this one."""
+    before = sys.path[:]
+    sys.path[:] = [folder for folder in before if folder != str(FOLDER)]
+    try:
+        yield
+    finally:
+        sys.path[:] = before

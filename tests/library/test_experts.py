@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.helpers.popular_models import SMALL
 from tests.helpers.real_trainers import route
-from tests.helpers.torchvision import FOLDER
+from tests.helpers.torchvision import without_torchvision
 from torchtune_adaptive import AdaptiveStep, NoPrediction, TransformersStep, UsageError
 from torchtune_adaptive.library import planning
 from torchtune_adaptive.library.expert_adapters import AdaptedParameter
@@ -37,11 +37,8 @@ SORTED = ROWS * LENGTH * CHOSEN
 
 @pytest.fixture(scope="module")
 def call() -> Iterator[Any]:
-    # transformers cannot use the torchvision that tests of torchtune's models have put there.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [folder for folder in sys.path if folder != str(FOLDER)])
-        with processes("tests.helpers.preload_transformers") as found:
-            yield found
+    with without_torchvision(), processes("tests.helpers.preload_transformers") as found:
+        yield found
 
 
 @pytest.fixture

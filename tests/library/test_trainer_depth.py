@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from torch import nn
 
 from tests.helpers.hugging_face import about
+from tests.helpers.torchvision import without_torchvision
 from torchtune_adaptive.library import TransformersStep, planning
 from torchtune_adaptive.library.experts import EVEN
 from torchtune_adaptive.planner import RecordedStep, call_alone, deep_step
@@ -44,6 +46,12 @@ CASES = [("Llama", name) for name in STEPS] + [
     ("Qwen3", "QLoRA"),
     ("Qwen3", "FSDP"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_torchvision() -> Iterator[None]:
+    with without_torchvision():
+        yield
 
 
 class _Asked(Exception):

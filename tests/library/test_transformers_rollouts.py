@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.torchvision import without_torchvision
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.library import RolloutsPlan, TransformersRollouts, transformers_rollouts
 from torchtune_adaptive.library.rollout_parts import gathered, numbers_in_weights, shard
@@ -59,7 +60,8 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RolloutsPlan]:
     folder = tmp_path_factory.mktemp("model")
     about = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPE}
     (folder / "config.json").write_text(json.dumps(about))
-    return call_alone(plan_all, str(folder), timeout=500)
+    with without_torchvision():
+        return call_alone(plan_all, str(folder), timeout=500)
 
 
 def peaks(plan: RolloutsPlan) -> dict[str, int]:

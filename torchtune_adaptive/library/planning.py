@@ -330,7 +330,7 @@ class StepsOfModel:
     """Whether memory is that of compiled code; it is not, whatever is compiled."""
     max_seq_len = None
 
-    def __init__(self, question: StepQuestion, routing: str) -> None:
+    def __init__(self, question: StepQuestion, routing: str = EVEN) -> None:
         self._tracer = AnyDepth(
             lambda shorten: ModelTracer(question, shorten, routing),
             lambda tracer: tracer.take_step(TracedRun.ROWS[0]),

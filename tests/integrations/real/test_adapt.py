@@ -40,7 +40,9 @@ def main():
     trainer.train()
     assert isinstance(trainer, Mine) and beside.calls
     for row in trainer.state.log_history[:-1]:
-        print("logged", row["loss"], row["grad_norm"], row.get("adaptive/micro_batch"), flush=True)
+        line = f"logged {row['loss']} {row['grad_norm']} {row.get('adaptive/micro_batch')}"
+        sys.stdout.write(line + "\\n")  # at once: torchrun's ranks do not buffer what they print
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
