@@ -176,7 +176,6 @@ def plan_batch_size(
         UsageError: the arguments do not work together.
         NoPrediction: the step cannot be traced; the message says why.
     """
-    arguments.seconds("timeout", timeout)
     question = step_question(
         build,
         optimizer=optimizer,
@@ -192,6 +191,17 @@ def plan_batch_size(
         headroom=headroom,
         length=length,
     )
+    return answered(question, timeout)
+
+
+def answered(question: StepQuestion, timeout: float) -> Plan:
+    """The answer to a question, from a process that may take so many seconds.
+
+    Raises:
+        UsageError: the timeout cannot be used.
+        NoPrediction: the step cannot be traced, or not in that time.
+    """
+    arguments.seconds("timeout", timeout)
     log.info(f"Tracing a step in a process of its own, for at most {timeout:g} s.")
     return call_alone(_answer, question, timeout=timeout)
 

@@ -27,7 +27,6 @@ from torchtune_adaptive.library.phase_planning import (
     PhaseQuestion,
     answer_phases,
 )
-from torchtune_adaptive.library.planning import step_question
 from torchtune_adaptive.library.rollout_parts import (
     gathered,
     numbers_in_weights,
@@ -224,21 +223,7 @@ class TransformersRollouts(TransformersStep):
             UsageError: an argument cannot be used.
             NoPrediction: transformers is not installed, or a phase cannot be traced.
         """
-        self._require_traceable()
-        question = step_question(
-            self._build,
-            optimizer=self._optimizer,
-            forward=self._forward,  # type: ignore[arg-type]  # a share of the loss, which does as well
-            worst_case=self._batch,
-            ranks=self.ranks,
-            rows=self.per_device_train_batch_size,
-            accumulation=self.gradient_accumulation_steps,
-            max_grad_norm=self.max_grad_norm or None,
-            gpu=gpu,
-            memory=memory,
-            ceiling=ceiling,
-            headroom=headroom,
-        )
+        question = self._question(gpu, memory, ceiling, headroom)
         engine = self._engine(gpu, memory)
         phases = self._phases(engine, self._least(question.asked.device.caching))
         training = phases.pop()

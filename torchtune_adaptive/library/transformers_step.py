@@ -27,7 +27,7 @@ from torchtune_adaptive.common import NoPrediction, UsageError, arguments
 from torchtune_adaptive.library.experts import IMPLEMENTATIONS, balance_loss, balance_weight
 from torchtune_adaptive.library.four_bit import prepare, quantize
 from torchtune_adaptive.library.model_types import about_kernels, refuse_loops
-from torchtune_adaptive.library.planning import Plan, plan_batch_size
+from torchtune_adaptive.library.planning import Plan, StepQuestion, answered, step_question
 from torchtune_adaptive.library.private import attends_by_sdpa, layers_of
 from torchtune_adaptive.library.trainer_optimizers import (
     OPTIMIZERS,
@@ -253,8 +253,16 @@ class TransformersStep:
             UsageError: an argument cannot be used.
             NoPrediction: transformers is not installed, or the step cannot be traced.
         """
+        found = answered(self._question(gpu, memory, ceiling, headroom), timeout)
+        # No speed of these steps has been compared with a real one.
+        return replace(found, speed=None)
+
+    def _question(
+        self, gpu: str, memory: int | str | None, ceiling: int, headroom: float
+    ) -> StepQuestion:
+        """The question about the step, if it can be traced here."""
         self._require_traceable()
-        found = plan_batch_size(
+        return step_question(
             self._build,
             optimizer=self._optimizer,
             forward=self._forward,  # type: ignore[arg-type]  # a share of the loss, which does as well
@@ -267,10 +275,7 @@ class TransformersStep:
             memory=memory,
             ceiling=ceiling,
             headroom=headroom,
-            timeout=timeout,
         )
-        # No speed of these steps has been compared with a real one.
-        return replace(found, speed=None)
 
     def _require_traceable(self) -> None:
         """Raise if no step of the model can be traced here.

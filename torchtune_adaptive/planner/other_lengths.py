@@ -25,6 +25,7 @@ Size = tuple[int, int]
 UNIT = 64
 """What lengths are multiples of. Some kernels pad the length of rows, and some losses divide the tokens."""
 FIRST_ROWS = 2
+"""The rows of a run's first step."""
 _LENGTHS = 3
 
 

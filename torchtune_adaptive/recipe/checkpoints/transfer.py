@@ -86,9 +86,8 @@ def exchange(
 
 def _round(outgoing: _Pieces, incoming: _Pieces, group: dist.ProcessGroup) -> None:
     """Send the next piece to each rank, and receive the next one of each; leave out those that are done."""
-    begun = list[
-        tuple[int, torch.Tensor, dist.Work]
-    ]()  # with the pieces, for as long as they are sent
+    # With the pieces, for as long as they are sent.
+    begun: list[tuple[int, torch.Tensor, dist.Work]] = []
     for peers, is_sent in ((outgoing, True), (incoming, False)):
         for peer in [*peers]:
             if (piece := next(peers[peer], None)) is None:
