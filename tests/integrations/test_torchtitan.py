@@ -13,8 +13,9 @@ from torch import nn
 
 from torchtune_adaptive import UsageError
 from torchtune_adaptive.integrations import Adaptive, titan_refusals
+from torchtune_adaptive.integrations.titan_rows import Batch, merged
 from torchtune_adaptive.integrations.titan_step import TitanStep
-from torchtune_adaptive.integrations.torchtitan import Batch, adaptive, merged
+from torchtune_adaptive.integrations.torchtitan import adaptive
 
 
 class Trainer:

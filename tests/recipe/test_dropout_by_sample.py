@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.helpers.recipes import tiny_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import run_ours, tiny_config
 from tests.helpers.runs import (
     RESUME,
     Records,
@@ -122,6 +125,25 @@ def test_a_search_changes_no_bit(tmp_path: Path) -> None:
     fixed = {**DROPOUT, "batch_size": size, "max_steps_per_epoch": 3}
     assert losses(found) == losses(train("lora", tmp_path / "fixed", 1, **fixed))
     assert found[-1]["retried_steps"] == 0 and size > 1
+
+
+def run_by_inductor(cfg: Any) -> tuple[Records, int]:
+    """What was logged, and how many graphs were compiled."""
+    os.environ.pop("TORCH_COMPILE_BACKEND", None)  # inductor is the default
+    torch._inductor.config.compile_threads = 1
+    return run_ours("lora", cfg), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.exhaustive
+def test_compiled_by_inductor(tmp_path: Path) -> None:
+    # No limit on memory: on the simulated device, compiled regions run eager.
+    _, eager = undisturbed("lora", 1, **DROPOUT)
+    cfg = tiny_config("lora", tmp_path, **DROPOUT, compile=True)
+    [(compiled, graphs)] = run_ranks(run_by_inductor, 1, cfg, join=False, timeout=580)
+    assert losses(compiled) == pytest.approx(losses(eager), rel=0, abs=5e-6)
+    assert 0 < graphs <= 10, (
+        "of layers with and without gradients of their input, for all lengths; and of the loss"
+    )
 
 
 @pytest.mark.exhaustive

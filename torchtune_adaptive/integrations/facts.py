@@ -64,6 +64,8 @@ FACTS_OF_TORCHTITAN = {
     "own log": "train_step logs by metrics_processor.log, which takes extra_metrics",
     "owner of a config": "build() of a config makes the class in which its class stands, as _owner says",
     "one optimizer": "optimizers.optimizers is a list of torch's own, one for all parameters by default",
+    "parts of the data": "dataloader.build makes the loader of a dp_rank of dp_world_size, saved by both",
+    "loading": "a checkpoint is loaded by checkpointer.dcp_load, before train() reads dataloader",
     "counted experts": "a mixture of experts is a MoE, which counts tokens in forward",
 }
 

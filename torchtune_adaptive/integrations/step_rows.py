@@ -37,13 +37,11 @@ class StepRows:
         """
         share, left = divmod(self.number, processes)
         if left:
-            work = [n for n in range(1, self.number + 1) if self.number % n == 0]
-            nearest = sorted(sorted(work, key=lambda n: abs(n - processes))[:_NAMED])
             raise UsageError(
                 f"resume_from_checkpoint: its steps have {counted(self.number, 'row')}, which "
                 f"{counted(processes, 'process', 'processes')} cannot share equally. Processes that can: "
-                f"{', '.join(map(str, nearest))}. For steps of another size, change the batch size or the "
-                "accumulation."
+                f"{can_share(self.number, processes)}. For steps of another size, change the batch "
+                "size or the accumulation."
             )
         batches = max(n for n in range(1, self.accumulation + 1) if share % n == 0)
         return StepRows(share // batches, batches, processes)
@@ -58,3 +56,9 @@ class StepRows:
         if (began.batch, began.accumulation) != (self.batch, self.accumulation):
             return self, self  # somebody has changed them, so that is what is wanted
         return began, began.on(self.processes)
+
+
+def can_share(rows: int, processes: int) -> str:
+    """The numbers of processes that can share so many rows equally, near one that cannot."""
+    work = [n for n in range(1, rows + 1) if rows % n == 0]
+    return ", ".join(map(str, sorted(sorted(work, key=lambda n: abs(n - processes))[:_NAMED])))

@@ -12,6 +12,7 @@ import torch
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.integrations.row_step import RowStep
 from torchtune_adaptive.integrations.rows import KeptRows
+from torchtune_adaptive.integrations.titan_rows import data_ranks
 from torchtune_adaptive.library import AdaptiveStep
 
 
@@ -24,8 +25,7 @@ class TitanStep(RowStep):
         super().__init__(trainer, counters, trainer.adaptive, trainer.dataloader, trainer.device)
         self._trainer = trainer
         self._forward_backward = forward_backward
-        self._data_ranks: int = trainer.parallel_dims.dp_replicate * trainer.parallel_dims.dp_shard
-        """The ranks that have rows of their own."""
+        self._data_ranks = data_ranks(trainer)
         self._losses: list[torch.Tensor] = []
         """Those of the micro-batches that the step has taken."""
 

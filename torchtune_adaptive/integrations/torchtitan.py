@@ -6,7 +6,8 @@
         return adaptive(config_registry.llama3_8b())
 
 The rows of an optimizer step are what they were: ``global_batch_size``. So are their order, the loss,
-clipping, the optimizer, the schedule, metrics, validation and checkpoints, which are the trainer's own.
+clipping, the optimizer, the schedule, metrics, validation and checkpoints, which are the trainer's own. On
+another number of ranks a run goes on with the same rows.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from torchtune_adaptive.integrations import private
 from torchtune_adaptive.integrations import titan_refusals as refusals
 from torchtune_adaptive.integrations.facts import check_versions
 from torchtune_adaptive.integrations.options import Adaptive
+from torchtune_adaptive.integrations.titan_rows import Batch, Parts, merged, with_rows_shared
 from torchtune_adaptive.integrations.titan_step import TitanStep
 
 Config = TypeVar("Config")
-Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""What a data loader of torchtitan yields: the inputs by name, and the labels."""
 _Trainer: Any = object
 """What stands for the trainer, which is the next base of a class with the mixin."""
 
@@ -71,14 +71,27 @@ class AdaptiveTrainerMixin(_Trainer):
     adaptive = Adaptive()
     gradient_accumulation_steps: int
     metrics_processor: Any
+    ntokens_seen: int
 
     def __init__(self, config: Any) -> None:
         check_versions("torchtitan")
         refusals.require_supported_config(config, self.adaptive)
         refusals.require_known_trainer(super())
-        super().__init__(config)
+        self._parts: Parts | None = None
+        super().__init__(with_rows_shared(config))
         refusals.require_supported(self)
+        self._parts = Parts(self, config.training.local_batch_size)
         self._adaptive_step: TitanStep | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self._parts is not None
+        state: dict[str, Any] = super().state_dict()
+        return state | {"ntokens_seen": self._parts.counted(self.ntokens_seen)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert self._parts is not None
+        super().load_state_dict(state_dict)
+        self.ntokens_seen = self._parts.counted_here(self.ntokens_seen)
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         batches = self.gradient_accumulation_steps
@@ -112,30 +125,3 @@ class AdaptiveTrainerMixin(_Trainer):
         if self._adaptive_step is None:
             self._adaptive_step = TitanStep(self, super().forward_backward_step)
         return self._adaptive_step.take(input_dict, labels, global_valid_tokens)
-
-
-def merged(batches: list[Batch]) -> Batch:
-    """The rows of several batches in one."""
-    rows = [len(labels) for _, labels in batches]
-    for inputs, labels in batches:
-        for name, value in {**inputs, "labels": labels}.items():
-            if not isinstance(value, torch.Tensor) or not value.ndim or len(value) != len(labels):
-                raise UsageError(
-                    f"dataloader: {name} is {_shape(value)}, and there are {len(labels)} rows of labels. "
-                    "Micro-batches are made of rows, so each value must be a tensor with one for each."
-                )
-    first = batches[0][0]
-    try:
-        inputs = {name: torch.cat([batch[name] for batch, _ in batches]) for name in first}
-        return inputs, torch.cat([labels for _, labels in batches])
-    except (KeyError, RuntimeError) as error:
-        raise UsageError(
-            f"dataloader: {len(batches)} batches, of {rows} rows, have different names or lengths, so they "
-            f"cannot be divided into other micro-batches: {error}. Cut or pad rows to seq_len."
-        ) from None
-
-
-def _shape(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of {[*value.shape]}"
-    return f"a {type(value).__name__}"

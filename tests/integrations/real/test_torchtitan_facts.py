@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
@@ -120,6 +122,26 @@ def owner_of_a_config(trainer: Any) -> None:
 def one_optimizer(trainer: Any) -> None:
     [optimizer] = trainer.optimizers.optimizers
     assert type(optimizer) is torch.optim.AdamW
+
+
+@check("parts of the data")
+def parts_of_the_data(trainer: Any) -> None:
+    class Loader(ParallelAwareDataloader):  # type: ignore[misc]
+        pass
+
+    state = Loader([1, 2], dp_rank=1, dp_world_size=3).state_dict()
+    assert {*state} == {"dp_rank_1", "world_size"} and state["world_size"] == 3
+    made = inspect.getsource(Trainer.__init__)
+    named = ("dp_world_size", "dp_rank", "tokenizer", "seq_len", "local_batch_size")
+    assert all(f"{name}=" in made.split("config.dataloader.build(")[1] for name in named)
+
+
+@check("loading")
+def loading(trainer: Any) -> None:
+    assert "self.dcp_load(" in inspect.getsource(CheckpointManager._load)
+    loads, reads = "self.checkpointer.load(", "self.batch_generator(self.dataloader)"
+    trained = inspect.getsource(Trainer.train)
+    assert 0 < trained.index(loads) < trained.index(reads)
 
 
 @check("counted experts")
