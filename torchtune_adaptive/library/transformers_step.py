@@ -277,8 +277,8 @@ class TransformersStep:
         headroom: float = 0.05,
         cache: bool | str = True,
     ) -> Plan | None:
-        """What ``plan`` answers, if that follows from what it has traced before; else None. It takes a second
-        or two, and no torch.
+        """What ``plan`` answers, if that follows from what it has traced before; else None. It takes no
+        trace, and no torch.
 
         Raises:
             UsageError: an argument cannot be used.
