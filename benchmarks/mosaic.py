@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from torchtune_adaptive.library.planning import StepQuestion, StepsOfModel
+from torchtune_adaptive.library.model_steps import StepsOfModel
+from torchtune_adaptive.library.step_questions import StepQuestion
 from torchtune_adaptive.planner.memory.peak import DeviceLimits
 from torchtune_adaptive.planner.speed.devices import SPEEDS, Speeds
 from torchtune_adaptive.planner.speed.operations import (

@@ -9,7 +9,8 @@ from typing import Any
 from published_steps import CastByTrl, OwnLoop
 
 from torchtune_adaptive.library.planning import Plan
-from torchtune_adaptive.library.transformers_step import PLAIN, TransformersStep
+from torchtune_adaptive.library.step_choices import PLAIN
+from torchtune_adaptive.library.transformers_step import TransformersStep
 
 FMS, FMS_LATER, FMS_BF16 = (
     "fms-acceleration",

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtune_adaptive.library.transformers_step import PLAIN, Batch, TransformersStep
+from torchtune_adaptive.library.step_choices import PLAIN
+from torchtune_adaptive.library.transformers_model import Batch, StepModel
+from torchtune_adaptive.library.transformers_step import TransformersStep
 
 
 def _shapes(kind: str, vocabulary: int, *shape: int, tied: bool, **more: Any) -> dict[str, Any]:
@@ -97,19 +99,24 @@ class OwnLoop(TransformersStep):
     attention: str = "sdpa"
     """``eager``, or ``sdpa`` with a kernel that wants all heads."""
 
-    def _made(self) -> Any:
+    def model(self) -> StepModel:
+        return _ModelOfOwnLoop(self)
+
+
+class _ModelOfOwnLoop(StepModel):
+    def made(self) -> Any:
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        model = self._from_config()
+        model = self.from_config()
         name = "eager"
-        if self.attention == "sdpa":
+        if self.step.attention == "sdpa":
             name = "all_heads"
             AttentionInterface.register(name, _with_all_heads)
-            AttentionMaskInterface.register(name, self._mask)
+            AttentionMaskInterface.register(name, self.mask)
         model.set_attn_implementation(name)
         return model
 
-    def _forward(self, built: nn.Module, batch: Batch) -> torch.Tensor:
+    def forward(self, built: nn.Module, batch: Batch) -> torch.Tensor:
         model: Any = built.model
         held: list[torch.Tensor] = []
 
@@ -117,7 +124,7 @@ class OwnLoop(TransformersStep):
             return _Held.apply(output, held)
 
         hook = model.get_input_embeddings().register_forward_hook(hold)
-        with self._mixed_precision():
+        with self.mixed_precision():
             found = model(input_ids=batch["input_ids"], labels=batch["labels"], use_cache=False)
         hook.remove()
         held.append(found.logits.detach())
@@ -132,11 +139,16 @@ class CastByTrl(TransformersStep):
     trainer: str = PLAIN
 
     @property
-    def _adapters_are_half(self) -> bool:
+    def adapters_are_half(self) -> bool:
         return True
 
-    def _build(self) -> nn.Module:
-        built: Any = super()._build()
+    def model(self) -> StepModel:
+        return _ModelCastByTrl(self)
+
+
+class _ModelCastByTrl(StepModel):
+    def build(self) -> nn.Module:
+        built: Any = super().build()
         for module in (built.model.get_input_embeddings(), built.model.get_output_embeddings()):
             module.weight.data = module.weight.data.bfloat16()
         return built

@@ -51,7 +51,12 @@ WITHOUT_TORCH = (
     "planner.speed",
     "planner.deep_step",
     "planner.other_lengths",
+    "library.kept_steps",
+    "library.phase_planning",
+    "library.transformers_rollouts",
+    "library.transformers_step",
     "cli.other_trainers",
+    "cli.transformers_plan",
 )
 FOREIGN = {"omegaconf", "yaml", "torchtune", "torchao", "torchtune_adaptive.recipe"}
 

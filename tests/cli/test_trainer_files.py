@@ -505,6 +505,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[TransformersStep]:
         return Plan(24, rows, 10 * GIB, {"parameters": 8 * GIB}, 20 * GIB, ())
 
     monkeypatch.setattr(TransformersStep, "plan", plan)
+    monkeypatch.setattr(TransformersStep, "remembered", lambda step, **_: None)
     monkeypatch.setattr(transformers_step, "version", lambda name: "5.23.0")
     return found
 
@@ -551,6 +552,7 @@ def test_json_and_what_takes_less(
     assert printed["step"]["ranks"] == 2
     nothing = Plan(None, 8, 90 * GIB, {}, 20 * GIB, ())
     monkeypatch.setattr(TransformersStep, "plan", lambda step, **_: nothing)
+    monkeypatch.setattr(TransformersStep, "remembered", lambda step, **_: None)
     assert planned(path, "--hf", folder, "gradient_checkpointing=false") == 1
     said = " ".join(capsys.readouterr().out.split())
     assert (

@@ -38,6 +38,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TransformersStep, dict[
         return Plan(24, rows, 10 * GIB, {"parameters": 8 * GIB, "inputs": 9}, 70 * GIB, ())
 
     monkeypatch.setattr(TransformersStep, "plan", plan)
+    monkeypatch.setattr(TransformersStep, "remembered", lambda step, **_: None)
     monkeypatch.setattr(transformers_step, "version", lambda name: "5.23.0")
     return found
 
@@ -95,6 +96,7 @@ def test_memory_by_routing_is_said_apart_where_it_differs(
         return Plan(9, 8, 8 * GIB, {}, 70 * GIB, (), experts=experts)
 
     monkeypatch.setattr(TransformersStep, "plan", plan)
+    monkeypatch.setattr(TransformersStep, "remembered", lambda step, **_: None)
     monkeypatch.setattr(transformers_step, "version", lambda name: "5.23.0")
     plan_command(asked(folder))
     said = capsys.readouterr().out

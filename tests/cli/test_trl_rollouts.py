@@ -66,6 +66,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[RolloutsPlan | Transformers
         return answer
 
     monkeypatch.setattr(TransformersRollouts, "plan", plan)
+    monkeypatch.setattr(TransformersRollouts, "remembered", lambda step, **_: None)
     monkeypatch.setattr(transformers_step, "version", lambda name: "5.23.0")
     return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import signal
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -183,6 +184,7 @@ def answer(folder: str, words: Sequence[str], seconds: int = 200) -> tuple[int, 
     from torchtune_adaptive.library import planning
 
     signal.alarm(seconds)
+    os.environ["XDG_CACHE_HOME"] = folder  # nothing is remembered from test to test
     vars(planning)["call_alone"] = lambda work, *arguments, timeout: work(*arguments)
     parser = argparse.ArgumentParser()
     add_arguments(parser)

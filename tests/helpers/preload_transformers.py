@@ -5,4 +5,5 @@ import transformers
 import transformers.modeling_utils
 
 import torchtune_adaptive.cli.transformers_plan
-import torchtune_adaptive.library.transformers_step
+import torchtune_adaptive.library.model_steps
+import torchtune_adaptive.library.rollouts_model

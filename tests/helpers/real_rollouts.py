@@ -131,7 +131,9 @@ def planned(case: dict[str, Any], folder: Path) -> dict[str, int]:
         num_generations=2,
         **case,
     )
-    plan = step.plan(gpu="cpu", memory="1TiB", ceiling=step.per_device_train_batch_size)
+    plan = step.plan(
+        gpu="cpu", memory="1TiB", ceiling=step.per_device_train_batch_size, cache=False
+    )
     peaks: dict[str, int] = {}
     for phase in plan.phases:
         name = phase.name.partition(" ")[0]  # by the reference as well

@@ -338,7 +338,7 @@ def planned(case: dict[str, Any]) -> int:
     settings = {key: value for key, value in case.items() if key not in NOT_SETTINGS}
     step = TransformersStep(folder=str(folder), max_length=LENGTH, **settings)
     rows = step.per_device_train_batch_size
-    plan = step.plan(gpu="cpu", memory="1TiB", ceiling=rows)
+    plan = step.plan(gpu="cpu", memory="1TiB", ceiling=rows, cache=False)
     if routing := case.get("routing"):
         return getattr(plan.experts, routing).peak
     return plan.peak

@@ -20,9 +20,10 @@ from tests.helpers.popular_models import SMALL
 from tests.helpers.real_trainers import route
 from tests.helpers.torchvision import without_torchvision
 from torchtune_adaptive import AdaptiveStep, NoPrediction, TransformersStep, UsageError
-from torchtune_adaptive.library import planning
+from torchtune_adaptive.library import model_steps, planning
 from torchtune_adaptive.library.expert_adapters import AdaptedParameter
-from torchtune_adaptive.library.experts import EVEN, WORST, Routing, sizes_of
+from torchtune_adaptive.library.experts import Routing, sizes_of
+from torchtune_adaptive.library.step_choices import EVEN, WORST
 from torchtune_adaptive.planner.speed.operations import GEMM, Operation
 from torchtune_adaptive.planner.workers import processes
 
@@ -53,7 +54,7 @@ def planned(folder: Path, settings: dict[str, Any]) -> planning.Plan:
     """A plan, made in this process."""
     vars(planning)["call_alone"] = lambda work, question, timeout: work(question)
     step = TransformersStep(folder=str(folder), max_length=LENGTH, **settings)
-    return step.plan(gpu="cpu", memory="1TiB", ceiling=8)
+    return step.plan(gpu="cpu", memory="1TiB", ceiling=8, cache=False)
 
 
 def operations(folder: Path, routing: str, implementation: str | None) -> list[Operation]:
@@ -61,7 +62,7 @@ def operations(folder: Path, routing: str, implementation: str | None) -> list[O
     found: list[Operation] = []
 
     def traced(_: Any, question: Any, timeout: float) -> planning.Plan:
-        steps = planning.StepsOfModel(question, routing)
+        steps = model_steps.StepsOfModel(question, routing)
         taken = steps.step(ROWS, 1).operations
         assert taken is not None
         found.extend(taken.micro_batches[0])
@@ -77,31 +78,31 @@ def operations(folder: Path, routing: str, implementation: str | None) -> list[O
         max_length=LENGTH,
         experts_implementation=implementation,
     )
-    step.plan(gpu="h100-80gb")
+    step.plan(gpu="h100-80gb", cache=False)
     return found
 
 
 def planned_for_a_gpu(folder: Path, settings: dict[str, Any]) -> planning.Plan:
     vars(planning)["call_alone"] = lambda work, question, timeout: work(question)
     step = TransformersStep(folder=str(folder), max_length=LENGTH, **settings)
-    return step.plan(gpu="h100-80gb", ceiling=8)
+    return step.plan(gpu="h100-80gb", ceiling=8, cache=False)
 
 
 def measured(folder: Path, routing: str, settings: dict[str, Any]) -> int:
     """The peak of the same step on real tensors, whose routers are set, on the simulated device."""
     step = TransformersStep(folder=str(folder), max_length=LENGTH, **settings)
-    model = step._build()
+    model = step.model().build()
     route(model, routing)
     run = AdaptiveStep(
         model,
-        step._optimizer(model.parameters()),
-        partial(step._forward, model),
+        step.model().optimizer(model.parameters()),
+        partial(step.model().forward, model),
         max_grad_norm=1.0,
         memory_limit="1TiB",
     ).train_step
     for _ in range(3):
         run.memory.watch()
-        run.forward_backward(step._batch(step.per_device_train_batch_size))
+        run.forward_backward(step.model().batch(step.per_device_train_batch_size))
         run.apply()
     return run.memory.usage().peak_bytes
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from tests.helpers.hugging_face import about
 from tests.helpers.torchvision import without_torchvision
-from torchtune_adaptive.library import TransformersStep, planning
-from torchtune_adaptive.library.experts import EVEN
+from torchtune_adaptive.library import TransformersStep, model_steps, planning
+from torchtune_adaptive.library.step_choices import EVEN
 from torchtune_adaptive.planner import RecordedStep, call_alone, deep_step
 from torchtune_adaptive.planner.trace import any_depth
 
@@ -68,7 +68,7 @@ def asked(folder: Path, model: str, **settings: Any) -> Any:
         raise _Asked(question)
 
     with mock.patch.object(planning, "call_alone", ask), pytest.raises(_Asked) as found:
-        step.plan()
+        step.plan(cache=False)
     return found.value.args[0]
 
 
@@ -76,7 +76,7 @@ def traced(question: Any) -> tuple[list[Any], list[int]]:
     """All that a plan is made of, and the number of layers of each model that was traced."""
     made: list[int] = []
 
-    class Counted(planning.ModelTracer):
+    class Counted(model_steps.ModelTracer):
         def _built(self, build: Any) -> Any:
             self.model = super()._built(build)
             return self.model
@@ -86,8 +86,8 @@ def traced(question: Any) -> tuple[list[Any], list[int]]:
             made.append(max(map(len, lists)))
             return super().take_step(rows)
 
-    with mock.patch.object(planning, "ModelTracer", Counted):
-        steps = planning.StepsOfModel(question, EVEN)
+    with mock.patch.object(model_steps, "ModelTracer", Counted):
+        steps = model_steps.StepsOfModel(question, EVEN)
         start_up = steps.start_up(1)
         found = [start_up.first_step, *(steps.step(rows, 1) for rows in (2, 3))]
     places: list[Any] = [in_any_order(deep_step._of_memory(start_up.set_up, found[0]))]

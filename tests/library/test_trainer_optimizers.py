@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.core import DeviceMemory
+from torchtune_adaptive.library.step_choices import OPTIMIZERS, about_optimizer
 from torchtune_adaptive.library.trainer_optimizers import (
-    OPTIMIZERS,
-    about_optimizer,
     make_optimizer,
     mark_embeddings,
 )

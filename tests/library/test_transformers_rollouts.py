@@ -13,7 +13,11 @@ from torch import nn
 
 from tests.helpers.torchvision import without_torchvision
 from torchtune_adaptive.common import UsageError
-from torchtune_adaptive.library import RolloutsPlan, TransformersRollouts, transformers_rollouts
+from torchtune_adaptive.library import (
+    RolloutsPlan,
+    TransformersRollouts,
+    phase_planning,
+)
 from torchtune_adaptive.library.rollout_parts import gathered, numbers_in_weights, shard
 from torchtune_adaptive.library.trainer_parts import Adapters, adapt
 from torchtune_adaptive.library.vllm_engine import ASLEEP, EngineNeeds, VllmEngine, engine_needs
@@ -48,9 +52,11 @@ def plan_all(folder: str) -> dict[str, RolloutsPlan]:
     def here(work: Any, *arguments: Any, timeout: float) -> Any:
         return work(*arguments)
 
-    with mock.patch.object(transformers_rollouts, "call_alone", here):
+    with mock.patch.object(phase_planning, "call_alone", here):
         return {
-            name: step(folder=folder, dtype="bfloat16", **case).plan(gpu="h100", memory=MEMORY)
+            name: step(folder=folder, dtype="bfloat16", **case).plan(
+                gpu="h100", memory=MEMORY, cache=False
+            )
             for name, case in CASES.items()
         }
 

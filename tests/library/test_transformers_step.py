@@ -87,12 +87,12 @@ def test_without_transformers_the_remedy_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_pair_is_two_rows() -> None:
-    assert step(max_length=8)._batch(3)["input_ids"].shape == (3, 8)
-    assert step(max_length=8, trainer="DPOTrainer")._batch(3)["input_ids"].shape == (6, 8)
+    assert step(max_length=8).model().batch(3)["input_ids"].shape == (3, 8)
+    assert step(max_length=8, trainer="DPOTrainer").model().batch(3)["input_ids"].shape == (6, 8)
 
 
 def test_packed_rows_are_one() -> None:
-    packed = step(max_length=8, packing=True)._batch(3)
+    packed = step(max_length=8, packing=True).model().batch(3)
     assert packed["input_ids"].shape == packed["position_ids"].shape == (1, 24)
     assert packed["cu_seq_lens"].dtype == torch.int32 and len(packed["cu_seq_lens"]) == 4
     assert "attention_mask" not in packed

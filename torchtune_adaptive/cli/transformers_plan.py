@@ -56,14 +56,13 @@ def plan_transformers(
     kind = gpus.gpu(gpu or gpus.DEFAULT)
     device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
 
-    def planned() -> tuple[TransformersStep, Plan]:
-        step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
-        # Not by the capacity: vLLM takes its share of the whole card.
-        return step, step.plan(gpu=kind.name, memory=memory, headroom=_HEADROOM)
-
-    step, plan = with_progress(planned)
+    step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
+    # Not by the capacity: vLLM takes its share of the whole card.
+    asked: dict[str, Any] = {"gpu": kind.name, "memory": memory, "headroom": _HEADROOM}
+    plan = step.remembered(**asked) or with_progress(lambda: step.plan(**asked))
     hints = () if step.packing else ("padded=True or False says whether rows are padded",)
     told = (*arguments.hf.about, *(file.notes if file else hints), *assumptions)
+    told += (plan.unchecked,) * bool(plan.unchecked)
     plan = replace(plan, assumptions=(*step.about(), *told))
     verdict, blocks = _answered(plan, step, device, file)
     if arguments.json:

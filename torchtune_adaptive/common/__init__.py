@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         libraries,
         package_fingerprint,
         user_cache,
+        versions_of,
     )
     from torchtune_adaptive.common.document import (
         Block,

@@ -12,8 +12,9 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 
@@ -68,6 +69,15 @@ def _warn_once(folder: str, reason: str) -> None:
 def libraries() -> dict[str, str]:
     """The versions that decide how a run behaves."""
     return {name: version(name) for name in _LIBRARIES}
+
+
+def versions_of(*packages: str) -> dict[str, str | None]:
+    """The versions of packages; None for one that is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 @functools.cache

@@ -15,13 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torchtune_adaptive.common import UsageError
-
-EVEN, WORST = "even", "worst"
-"""Routings: all experts get as many rows, or all tokens go to the same experts, each with all tokens. All
-ranks but those of expert parallelism compute all experts for their own rows, so no routing gives one more.
-Which of the two takes more memory depends on what an expert that gets rows allocates."""
-IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
-"""Ways in which transformers computes experts without other packages."""
+from torchtune_adaptive.library.step_choices import WORST
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torchtune_adaptive.common import arguments
+from torchtune_adaptive.library.kept_steps import TRAINED, KeptSteps, NotTraced, largest_of
+from torchtune_adaptive.library.step_choices import EVEN
+from torchtune_adaptive.library.step_questions import ANY_LENGTH, StepQuestion
+from torchtune_adaptive.planner import Peak, RecordedStep, StartUp, TracedRun, call_alone
 
-from torchtune_adaptive.library.experts import EVEN
-from torchtune_adaptive.library.planning import ANY_LENGTH, StepQuestion, StepsOfModel
-from torchtune_adaptive.planner import Peak, RecordedStep, StartUp, TracedRun, check_sums
+if TYPE_CHECKING:
+    from torch import nn
 
 Label = Callable[[str], None]
 """Says what is allocated next."""
@@ -34,6 +37,19 @@ class PhaseQuestion:
     """Bytes that another holder of memory takes meanwhile."""
     least: int = 2
     """The rows of a batch from which on each more takes as much memory as the one before."""
+
+
+@dataclass(frozen=True)
+class PhasesQuestion:
+    """A question about a step and what precedes it."""
+
+    step: StepQuestion
+    phases: Sequence[PhaseQuestion]
+    """About what precedes it."""
+    training: PhaseQuestion
+    """About the phase that the step is."""
+    weights: Callable[[nn.Module], int]
+    """Counts the numbers in the weights of a model."""
 
 
 @dataclass(frozen=True)
@@ -59,29 +75,38 @@ class PhasesAnswer:
     as_written: str
     has_experts: bool
     """Whether the model is a mixture of experts."""
+    unchecked: str = ""
+    """What is said where the largest size follows from what is remembered, and was not traced itself."""
 
 
-def answer_phases(
-    question: StepQuestion,
-    phases: Sequence[PhaseQuestion],
-    training: PhaseQuestion,
-    weights: Callable[[nn.Module], int],
-) -> PhasesAnswer:
-    """Trace and predict, in a process that does nothing else.
+def phases_answered(question: PhasesQuestion, timeout: float) -> PhasesAnswer:
+    """The answer: from remembered steps, or from a process that may take so many seconds."""
+    arguments.seconds("timeout", timeout)
+    found = remembered_phases(question)
+    return found or call_alone(_answer_phases, question, timeout=timeout)
 
-    Args:
-        question: about the step.
-        phases: about what precedes it.
-        training: about the phase that the step is.
-        weights: function that counts the numbers in the weights of a model.
-    """
-    if question.asked.device.caching:
-        check_sums()
-    steps = StepsOfModel(question, EVEN)
-    found = [_peak(question, StepsOfPhase(steps, phase), phase) for phase in phases]
-    found.append(_peak(question, steps, training))
-    count = steps.number(lambda tracer: weights(tracer.step.model))
-    return PhasesAnswer(tuple(found), count, steps.as_written, steps.has_experts)
+
+def remembered_phases(question: PhasesQuestion) -> PhasesAnswer | None:
+    """The answer, if it takes no trace. It needs no torch."""
+    try:
+        return _answer_phases(question, may_trace=False)
+    except NotTraced:
+        return None
+
+
+def _answer_phases(question: PhasesQuestion, may_trace: bool = True) -> PhasesAnswer:
+    """Predict; where something is traced, in a process that does nothing else."""
+    steps = KeptSteps(question.step, EVEN, may_trace)
+    answers = [
+        _peak(question.step, steps, StepsOfPhase(steps, phase), phase) for phase in question.phases
+    ]
+    answers.append(_peak(question.step, steps, steps, question.training))
+    weights = question.weights
+    count = steps.number("weights", lambda tracer: weights(tracer.step.model))
+    steps.remember()
+    found, said = zip(*answers, strict=True)
+    unchecked = next(filter(None, said), "")
+    return PhasesAnswer(found, count, steps.as_written, steps.has_experts, unchecked)
 
 
 class StepsOfPhase:
@@ -91,20 +116,19 @@ class StepsOfPhase:
     as_written = ""
     max_seq_len = None
 
-    def __init__(self, steps: StepsOfModel, phase: PhaseQuestion) -> None:
+    def __init__(self, steps: KeptSteps, phase: PhaseQuestion) -> None:
         self._steps, self._phase = steps, phase
-        self._known: dict[int, RecordedStep] = {}
 
     def start_up(self, length: int) -> StartUp:
         return self._steps.start_up(length)
 
     def step(self, rows: int, length: int) -> RecordedStep:
-        if rows not in self._known:
-            phase = self._phase
-            self._known[rows] = self._steps.of_phase(
-                lambda tracer: tracer.take_phase(phase.work, phase.worst_case(rows))
-            )
-        return self._known[rows]
+        phase = self._phase
+        return self._steps.of_phase(
+            phase.name,
+            rows,
+            lambda tracer: tracer.take_phase(phase.work, phase.worst_case(rows)),
+        )
 
     noted = step
 
@@ -116,19 +140,25 @@ class StepsOfPhase:
 
 
 def _peak(
-    question: StepQuestion,
-    traces: StepsOfModel | StepsOfPhase,
+    of_step: StepQuestion,
+    steps: KeptSteps,
+    traces: KeptSteps | StepsOfPhase,
     phase: PhaseQuestion,
-) -> PhasePeak:
-    asked = question.asked
+) -> tuple[PhasePeak, str]:
+    """The answer about a phase, and what to say of it."""
+    asked = of_step.asked
     device = replace(asked.device, usable_bytes=asked.device.usable_bytes - phase.beside)
     run = TracedRun(traces, ANY_LENGTH, rows=(phase.least, phase.least + 1))
     ceiling = asked.ceiling or 1
     rows = asked.rows or 1
     peak = run.peak(rows * (phase.times or 1), ANY_LENGTH, device)
+    said = ""
     if phase.times:
-        most = run.largest(ANY_LENGTH, device, ceiling * phase.times, asked.confirmed)
+        name = TRAINED if traces is steps else phase.name
+        question = replace(asked, device=device, ceiling=ceiling * phase.times)
+        most, said = largest_of(run, question, steps, name, phase.least + 1)
         largest = most // phase.times
     else:
         largest = ceiling if peak.reserved <= device.usable_bytes else 0
-    return PhasePeak(phase.name, peak.rows if phase.times else 0, peak, phase.beside, largest)
+    rows = peak.rows if phase.times else 0
+    return PhasePeak(phase.name, rows, peak, phase.beside, largest), said

@@ -105,24 +105,7 @@ _MADE: dict[str, Callable[..., Optimizer]] = {
     "adafactor": _adafactor,
     "sgd": SGD,
 }
-OPTIMIZERS = tuple(_MADE)
-"""The names of those that can be planned; the first is what transformers takes with torch 2.8 and newer."""
-UNSHARDED = ("adafactor", *_BITSANDBYTES)
-"""Those that fail with the sharded parameters of FSDP2: they mix them with tensors of their own."""
 
 
 def make_optimizer(name: str, groups: Groups) -> Optimizer:
     return _MADE[name](groups, lr=_LEARNING_RATE)
-
-
-def about_optimizer(name: str) -> str:
-    """What is assumed about an optimizer, for people."""
-    if name not in _BITSANDBYTES:
-        return name
-    bits = "8 bits, and 32 for embeddings" if "8bit" in name else "32 bits"
-    paged = (
-        "; managed memory, which may move to the host, is not in the peak"
-        if "paged" in name
-        else ""
-    )
-    return f"{name} as of bitsandbytes 0.50, moments of {bits}{paged}"

@@ -23,9 +23,7 @@ from torchtune_adaptive.library.expert_adapters import (
 )
 from torchtune_adaptive.library.four_bit import FourBitLinear
 from torchtune_adaptive.library.private import tree_map_only
-
-ALL_LINEAR, LINEAR_LAYERS = "all-linear", "linear-layers"
-"""What stands for all linear layers but the head: for PEFT, those of transformers 4 are among them."""
+from torchtune_adaptive.library.step_choices import ALL_LINEAR, LINEAR_LAYERS, TILE_TOKENS
 
 
 class Traceable(TorchFunctionMode):
@@ -230,7 +228,7 @@ class TiledLogProbs(torch.autograd.Function):
     place. On a CPU, operations of torch do, and hold so many bytes for each logit of the tile at most.
     """
 
-    TOKENS, COLUMNS = 4096, 32768
+    TOKENS, COLUMNS = TILE_TOKENS, 32768
     FORWARD, BACKWARD = 12, 29
 
     @staticmethod

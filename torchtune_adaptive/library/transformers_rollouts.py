@@ -6,54 +6,32 @@ They generate the rows that they train on, and score them. Checked against TRL 1
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
-
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchtune_adaptive.common import ConfigError, UsageError, arguments, human_bytes
-from torchtune_adaptive.library.longest_generation import (
-    Sampling,
-    generate_longest,
-    without_checkpointing,
-)
 from torchtune_adaptive.library.phase_planning import (
-    Label,
     PhasePeak,
     PhaseQuestion,
-    answer_phases,
-)
-from torchtune_adaptive.library.rollout_parts import (
-    gathered,
-    numbers_in_weights,
-    send_weights,
-    shard,
+    PhasesAnswer,
+    PhasesQuestion,
+    phases_answered,
+    remembered_phases,
 )
 from torchtune_adaptive.library.rollouts_plan import PlannedPhase, RolloutsPlan
-from torchtune_adaptive.library.trainer_parts import (
-    TiledLogProbs,
-    Traceable,
-    flat,
-    policy_loss,
-    without_adapters,
-)
-from torchtune_adaptive.library.transformers_step import (
-    Batch,
-    Prepared,
-    TransformersStep,
-    prepared_of,
-)
+from torchtune_adaptive.library.step_choices import TILE_TOKENS
+from torchtune_adaptive.library.transformers_step import TransformersStep
 from torchtune_adaptive.library.vllm_engine import (
     ASLEEP,
     EngineNeeds,
     VllmEngine,
     engine_needs,
 )
-from torchtune_adaptive.planner import call_alone, gpus
+from torchtune_adaptive.planner import gpus
+
+if TYPE_CHECKING:
+    from torchtune_adaptive.library.rollouts_model import RolloutsModel
 
 GRPO, RLOO = "GRPOTrainer", "RLOOTrainer"
 GENERATION, SCORING, TRAINING = "generation", "scoring", "training"
@@ -72,7 +50,6 @@ _MODES = ("colocate", "server")
 _EXPERTS = (
     "experts: all get as many tokens, and without the loss that balances them (underestimates)",
 )
-_GATHERED, _ACTIVATIONS = "gathered parameters", "activations"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +101,12 @@ class TransformersRollouts(TransformersStep):
     """The share of the probabilities among which it draws, for which it sorts them if it is below 1."""
 
     STEPS: ClassVar = _STEPS
+    UNTRACED: ClassVar[tuple[str, ...]] = (
+        *TransformersStep.UNTRACED,
+        *("num_generations", "steps_per_generation", "generation_batch_size"),
+        *("vllm_mode", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"),
+        *("vllm_tensor_parallel_size", "vllm_max_model_length"),
+    )
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -215,27 +198,58 @@ class TransformersRollouts(TransformersStep):
         ceiling: int = 1 << 14,
         headroom: float = 0.05,
         timeout: float = 600.0,
+        cache: bool | str = True,
     ) -> RolloutsPlan:
         """Predict the peak of each phase, and the largest micro-batch with which all of them fit, but no
-        speed; the arguments are those of ``plan_batch_size``.
+        speed; the arguments are those of ``TransformersStep.plan``.
 
         Raises:
             UsageError: an argument cannot be used.
             NoPrediction: transformers is not installed, or a phase cannot be traced.
         """
-        question = self._question(gpu, memory, ceiling, headroom)
         engine = self._engine(gpu, memory)
-        phases = self._phases(engine, self._least(question.asked.device.caching))
-        training = phases.pop()
-        found = call_alone(
-            answer_phases,
-            question,
-            phases,
-            training,
-            _numbers_of,
-            timeout=timeout,
-        )
-        usable = question.asked.device.usable_bytes
+        question = self._of_phases(engine, gpu, memory, ceiling, headroom, cache)
+        return self._planned(engine, question, phases_answered(question, timeout))
+
+    def remembered(
+        self,
+        gpu: str = "h100-80gb",
+        memory: int | str | None = None,
+        ceiling: int = 1 << 14,
+        headroom: float = 0.05,
+        cache: bool | str = True,
+    ) -> RolloutsPlan | None:
+        """What ``plan`` answers, if that follows from what it has traced before; else None. It takes no
+        trace, and no torch.
+
+        Raises:
+            UsageError: an argument cannot be used.
+            NoPrediction: transformers is not installed, or the model is of a kind that is not planned.
+        """
+        engine = self._engine(gpu, memory)
+        question = self._of_phases(engine, gpu, memory, ceiling, headroom, cache)
+        found = remembered_phases(question)
+        return None if found is None else self._planned(engine, question, found)
+
+    def model(self) -> RolloutsModel:
+        from torchtune_adaptive.library.rollouts_model import RolloutsModel
+
+        return RolloutsModel(self)
+
+    def _of_phases(self, engine: VllmEngine, gpu: str, *rest: Any) -> PhasesQuestion:
+        """The question about all phases."""
+        question = self._question(gpu, *rest)
+        phases = self._phases(engine, self._filling(question.asked.device.caching))
+        return PhasesQuestion(question, phases[:-1], phases[-1], self._in_model("numbers"))
+
+    def _derived(self) -> dict[str, Any]:
+        return {"generated together": self.generated_together, "scores": self.scores}
+
+    def _planned(
+        self, engine: VllmEngine, question: PhasesQuestion, found: PhasesAnswer
+    ) -> RolloutsPlan:
+        step = question.step
+        usable = step.asked.device.usable_bytes
         planned = tuple(_planned(one, usable) for one in found.phases)
         least = min(planned, key=lambda one: one.usable_bytes - one.peak)
         largest = min(one.largest for one in planned)
@@ -252,12 +266,13 @@ class TransformersRollouts(TransformersStep):
             least.parts,
             least.usable_bytes,
             (
-                *question.assumptions,
+                *step.assumptions,
                 *filter(None, [found.as_written]),
                 *_EXPERTS * found.has_experts,
             ),
             allocated=least.allocated,
             with_retries=least.with_retries,
+            unchecked=found.unchecked,
             phases=planned,
             limiting=least.name,
             most_utilization=most,
@@ -294,131 +309,43 @@ class TransformersRollouts(TransformersStep):
             return f"{share} all the time"
         return f"{share} while it generates; asleep it is taken to keep {human_bytes(ASLEEP)}"
 
-    # --- the model ------------------------------------------------------------------------------------
-
-    def _reference_model(self) -> nn.Module | None:
-        if not self.has_reference or self.lora:
-            return None
-        reference: nn.Module = self._made()
-        reference.requires_grad_(False)
-        if self.fsdp:
-            shard(reference, self.ranks)
-        return reference
-
-    def _log_probs(
-        self,
-        model: Any,
-        tokens: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-        **to_generate: Any,
-    ) -> Any:
-        """The log-probability of each token of completions, by TRL's head; without labels, logits."""
-        if labels is None:
-            return type(model).forward(model, position_ids=positions, **to_generate)
-        with self._mixed_precision():
-            found = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)
-            hidden = found.last_hidden_state[:, :-1]
-            weight = model.get_output_embeddings().weight
-            if isinstance(weight, DTensor):
-                weight = weight.full_tensor()
-            compute_in = self._half or hidden.dtype
-            last = self.max_completion_length
-            labels = labels[:, 1:] if hidden.device.type == "cpu" else labels[:, -last:]
-            log_probs: torch.Tensor = TiledLogProbs.apply(
-                flat(hidden, last), weight, labels.reshape(-1), compute_in
-            )
-        return log_probs.view(len(hidden), -1)[:, -last:]
-
-    # --- rows -----------------------------------------------------------------------------------------
-
-    def _batch(self, rows: int) -> Batch:
-        """A micro-batch among all that were generated together, which stay in memory: tokens and masks, and
-        numbers of 32 bits for each token of a completion."""
-        numbers = self.scores + self.has_reference + 2 * self.use_vllm
-        width = 2 * self.max_length + math.ceil(numbers * self.max_completion_length / 2)
-        generated = torch.zeros(rows * self.generated_together, width, dtype=torch.long)
-        return {"generated": generated, "advantages": torch.zeros(rows)}
-
-    def _prompts(self, rows: int) -> Batch:
-        tokens = torch.zeros(rows, self.max_prompt_length, dtype=torch.long)
-        return {"input_ids": tokens, "attention_mask": tokens.clone()}
-
-    def _tokens(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens and the labels of a micro-batch; its mask has been made and is not kept."""
-        some = batch["generated"][: len(batch["advantages"]), : self.max_length]
-        return some.clone(), some.clone()
-
-    # --- phases ---------------------------------------------------------------------------------------
-
-    def _forward(self, built: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss of a micro-batch."""
-        tokens, labels = self._tokens(batch)
-        found = prepared_of(built).model(tokens, labels)
-        return policy_loss(found, batch["advantages"], with_reference=self.has_reference)
-
-    def _least(self, on_gpu: bool) -> int:
+    def _filling(self, on_gpu: bool) -> int:
         """The rows that fill a tile of the head: with fewer, it takes memory for fewer tokens. There are two
         at least, as torch takes another path with one."""
         tokens = self.max_completion_length if on_gpu else self.max_length - 1
-        return max(2, -(-TiledLogProbs.TOKENS // tokens))
+        return max(2, -(-TILE_TOKENS // tokens))
 
     def _phases(self, engine: VllmEngine, least: int) -> list[PhaseQuestion]:
         """All phases; the last one is the step, which has no work of a phase."""
         if self.use_vllm:
-            send = PhaseQuestion(GENERATION, self._send_weights, _nothing, 0, engine.share)
+            send = PhaseQuestion(
+                GENERATION,
+                self._in_model("send_weights"),
+                self._in_model("nothing"),
+                0,
+                engine.share,
+            )
             phases = [send]
         else:
             times = self.generated_together
-            phases = [PhaseQuestion(GENERATION, self._generate, self._prompts, times)]
+            phases = [
+                PhaseQuestion(
+                    GENERATION, self._in_model("generate"), self._in_model("prompts"), times
+                )
+            ]
         alike = {"beside": engine.share_in_training, "least": least}
         if self.scores:
-            phases.append(PhaseQuestion(SCORING, self._score, self._batch, **alike))
+            phases.append(
+                PhaseQuestion(SCORING, self._in_model("score"), self._in_model("batch"), **alike)
+            )
         # Otherwise the reference, which scores the same rows, takes no more than the policy.
         if self.has_reference and (not self.scores or (self.fsdp and not self.lora)):
-            by = self._score_by_reference
-            phases.append(PhaseQuestion(REFERENCE, by, self._batch, **alike))
-        return [*phases, PhaseQuestion(TRAINING, _no_work, self._batch, **alike)]
-
-    def _generate(self, built: nn.Module, batch: Batch, label: Label) -> None:
-        model: Any = prepared_of(built).model
-        # PEFT generates by the model inside, which accelerate has not wrapped.
-        half = None if self.lora else self._half
-
-        def logits(**inputs: Any) -> Any:
-            with Traceable() if half is None else self._mixed_precision():
-                found = model(positions=inputs.pop("position_ids", None), **inputs)
-            if half is not None:
-                found.logits = found.logits.float()  # accelerate's, of every output
-            return found
-
-        sampling = Sampling(self.temperature != 1.0, self.top_p < 1.0)
-        longest = batch["input_ids"], self.max_completion_length
-        with without_checkpointing(model):
-            generate_longest(logits, model.config, *longest, sampling, label)
-
-    def _send_weights(self, built: nn.Module, batch: Batch, label: Label) -> None:
-        send_weights(prepared_of(built).model)
-
-    def _score(self, built: nn.Module, batch: Batch, label: Label) -> None:
-        self._scored(prepared_of(built).model, batch)
-
-    def _score_by_reference(self, built: nn.Module, batch: Batch, label: Label) -> None:
-        prepared: Prepared = prepared_of(built)
-        reference = prepared.reference or prepared.model
-        with without_adapters(prepared.model):
-            if not self.fsdp or self.lora:
-                return self._scored(reference, batch)
-            label(_GATHERED)
-            with gathered(reference, self._half):
-                label(_ACTIVATIONS)
-                self._scored(reference, batch)
-
-    def _scored(self, model: nn.Module, batch: Batch) -> None:
-        tokens, labels = self._tokens(batch)
-        with torch.no_grad(), without_checkpointing(model):
-            model(tokens, labels)
+            by = self._in_model("score_by_reference")
+            phases.append(PhaseQuestion(REFERENCE, by, self._in_model("batch"), **alike))
+        return [
+            *phases,
+            PhaseQuestion(TRAINING, self._in_model("no_work"), self._in_model("batch"), **alike),
+        ]
 
     # --- vLLM -----------------------------------------------------------------------------------------
 
@@ -441,14 +368,6 @@ class TransformersRollouts(TransformersStep):
         return engine_needs(config, numbers, shared_by, self.vllm_max_model_length)
 
 
-def _nothing(rows: int) -> Batch:
-    return {"rows": torch.zeros(rows)}
-
-
-def _no_work(*_: Any) -> None:
-    """Training is a step, and traced as such."""
-
-
 def _planned(found: PhasePeak, usable: int) -> PlannedPhase:
     peak = found.peak
     return PlannedPhase(
@@ -462,7 +381,3 @@ def _planned(found: PhasePeak, usable: int) -> PlannedPhase:
         peak.allocated,
         peak.with_retries,
     )
-
-
-def _numbers_of(built: nn.Module) -> int:
-    return numbers_in_weights(prepared_of(built).model)

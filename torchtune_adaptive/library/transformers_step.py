@@ -7,51 +7,40 @@ to be installed. That one is imported where it is needed.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-
-from torchtune_adaptive.common import NoPrediction, UsageError, arguments
-from torchtune_adaptive.library.experts import IMPLEMENTATIONS, balance_loss, balance_weight
-from torchtune_adaptive.library.four_bit import prepare, quantize
+from torchtune_adaptive.common import (
+    NoPrediction,
+    UsageError,
+    arguments,
+    package_fingerprint,
+    versions_of,
+)
 from torchtune_adaptive.library.model_types import about_kernels, refuse_loops
-from torchtune_adaptive.library.planning import Plan, StepQuestion, answered, step_question
-from torchtune_adaptive.library.private import attends_by_sdpa, layers_of
-from torchtune_adaptive.library.trainer_optimizers import (
+from torchtune_adaptive.library.planning import Plan, answered, remembered
+from torchtune_adaptive.library.step_choices import (
+    ALL_LINEAR,
+    DPO,
+    IMPLEMENTATIONS,
     OPTIMIZERS,
+    PLAIN,
+    SFT,
+    TILE_TOKENS,
     UNSHARDED,
     about_optimizer,
-    make_optimizer,
-    mark_embeddings,
 )
-from torchtune_adaptive.library.trainer_parts import (
-    ALL_LINEAR,
-    Adapters,
-    Autocast,
-    TiledLogProbs,
-    Traceable,
-    adapt,
-    flat,
-    preference_loss,
-    without_adapters,
-)
+from torchtune_adaptive.library.step_questions import StepQuestion, step_question
 
-Batch = dict[str, torch.Tensor]
-SFT, DPO, PLAIN = "SFTTrainer", "DPOTrainer", "Trainer"
-_ATTENTION = "planned"
-"""The name for transformers of its own attention with our mask."""
+if TYPE_CHECKING:
+    from torchtune_adaptive.library.transformers_model import StepModel
+
 _STEPS = {
     SFT: "SFTTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
     DPO: "DPOTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
@@ -74,6 +63,20 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
         (True, False),
     ),
 }
+_PACKAGES = (
+    *(
+        "torch",
+        "transformers",
+        "trl",
+        "peft",
+        "accelerate",
+        "bitsandbytes",
+        "kernels",
+        "flash-attn",
+    ),
+    *("mamba-ssm", "causal-conv1d", "flash-linear-attention"),
+)
+"""Packages on whose version it may depend how a model computes."""
 _NUMBERS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -159,6 +162,12 @@ class TransformersStep:
     """Whether ranks share the weights (FSDP2); if not, each has all of them (DDP)."""
 
     STEPS: ClassVar = _STEPS  # the trainers, and what is said of their steps
+    UNTRACED: ClassVar[tuple[str, ...]] = (
+        "folder",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+    )
+    # Settings by which steps are not told apart as they are remembered.
 
     def __post_init__(self) -> None:
         arguments.one_of("trainer", self.trainer, tuple(self.STEPS))
@@ -177,7 +186,7 @@ class TransformersStep:
             raise UsageError(
                 f"packing: what is packed {reason}. Set padded=False and trainer={SFT!r}."
             )
-        if self.packing and self._half is None and self.dtype == "float32":
+        if self.packing and self.half is None and self.dtype == "float32":
             raise UsageError(
                 "packing: FlashAttention, which keeps packed samples apart, has no kernels for float32. Set "
                 "bf16=True or dtype=bfloat16."
@@ -219,23 +228,26 @@ class TransformersStep:
         return self.trainer == DPO
 
     @property
-    def _half(self) -> torch.dtype | None:
+    def half(self) -> str | None:
         """The type that mixed precision computes in, if there is any."""
         if self.fp16:
-            return torch.float16
-        return None if self.bf16 is False else torch.bfloat16
+            return "float16"
+        return None if self.bf16 is False else "bfloat16"
 
     @property
-    def _computes_4_bits_in(self) -> str:
+    def computes_4_bits_in(self) -> str:
+        """The type in which layers of 4 bits compute."""
         return self.bnb_4bit_compute_dtype or self.dtype
 
     @property
-    def _is_prepared(self) -> bool:
+    def is_prepared(self) -> bool:
+        """Whether what has no 4 bits is in float32."""
         asked = self.prepare_for_kbit_training
         return self.trainer == PLAIN if asked is None else asked
 
     @property
-    def _adapters_are_half(self) -> bool:
+    def adapters_are_half(self) -> bool:
+        """Whether adapters are in bfloat16."""
         return self.load_in_4bit and self.trainer != PLAIN
 
     def plan(
@@ -245,28 +257,55 @@ class TransformersStep:
         ceiling: int = 1 << 14,
         headroom: float = 0.05,
         timeout: float = 600.0,
+        cache: bool | str = True,
     ) -> Plan:
         """Predict the peak of the step, and the largest micro-batch that fits, but no speed; the arguments
-        are those of ``plan_batch_size``.
+        are those of ``plan_batch_size``. What was traced is remembered in ``cache``: the user's, a folder, or
+        none.
 
         Raises:
             UsageError: an argument cannot be used.
             NoPrediction: transformers is not installed, or the step cannot be traced.
         """
-        found = answered(self._question(gpu, memory, ceiling, headroom), timeout)
-        # No speed of these steps has been compared with a real one.
-        return replace(found, speed=None)
+        return answered(self._question(gpu, memory, ceiling, headroom, cache), timeout)
+
+    def remembered(
+        self,
+        gpu: str = "h100-80gb",
+        memory: int | str | None = None,
+        ceiling: int = 1 << 14,
+        headroom: float = 0.05,
+        cache: bool | str = True,
+    ) -> Plan | None:
+        """What ``plan`` answers, if that follows from what it has traced before; else None. It takes no
+        trace, and no torch.
+
+        Raises:
+            UsageError: an argument cannot be used.
+            NoPrediction: transformers is not installed, or the model is of a kind that is not planned.
+        """
+        return remembered(self._question(gpu, memory, ceiling, headroom, cache))
+
+    # For the process that traces: it needs torch.
+    def model(self) -> StepModel:
+        from torchtune_adaptive.library.transformers_model import StepModel
+
+        return StepModel(self)
+
+    def _in_model(self, name: str) -> Callable[..., Any]:
+        """A function of the model, which only a process that traces imports."""
+        return partial(_call_model, self, name)
 
     def _question(
-        self, gpu: str, memory: int | str | None, ceiling: int, headroom: float
+        self, gpu: str, memory: int | str | None, ceiling: int, headroom: float, cache: bool | str
     ) -> StepQuestion:
         """The question about the step, if it can be traced here."""
         self._require_traceable()
-        return step_question(
-            self._build,
-            optimizer=self._optimizer,
-            forward=self._forward,  # type: ignore[arg-type]  # a share of the loss, which does as well
-            worst_case=self._batch,
+        question = step_question(
+            self._in_model("build"),
+            optimizer=self._in_model("optimizer"),
+            forward=self._in_model("forward"),  # a share of the loss, which does as well as its sum
+            worst_case=self._in_model("batch"),
             ranks=self.ranks,
             rows=self.per_device_train_batch_size,
             accumulation=self.gradient_accumulation_steps,
@@ -276,6 +315,47 @@ class TransformersStep:
             ceiling=ceiling,
             headroom=headroom,
         )
+        # No speed of these steps has been compared with a real one.
+        asked = replace(question.asked, pace=None)
+        facts = self._facts(asked.device.caching)
+        return replace(question, asked=asked, least=self._least(), facts=facts, cache=cache)
+
+    def _least(self) -> int:
+        """The rows that fill a tile of TRL's head: with fewer, it takes memory for fewer tokens. There are
+        two at least, as torch takes another path with one."""
+        if self.trainer == PLAIN:
+            return 2
+        tokens = (self.max_length - 1) * (1 + self.has_pairs)
+        return max(2, -(-TILE_TOKENS // max(1, tokens)))
+
+    def _facts(self, on_gpu: bool) -> dict[str, Any] | None:
+        """What traces of this step depend on; None where somebody else's code is part of it."""
+        kind = type(self)
+        try:
+            config = json.loads((Path(self.folder) / "config.json").read_text())
+        except (OSError, ValueError):  # transformers says what is wrong with it
+            return None
+        if not kind.__module__.startswith(f"{__package__}."):
+            return None
+        settings = {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if one.name not in self.UNTRACED
+        }
+        return {
+            "step": kind.__name__,
+            "settings": settings,
+            "derived": self._derived(),
+            "micro-batches": min(self.gradient_accumulation_steps, 2),
+            "config": config,
+            "on a GPU": on_gpu,
+            "packages": versions_of(*_PACKAGES),
+            "code": package_fingerprint(),
+        }
+
+    def _derived(self) -> dict[str, Any]:
+        """What follows from settings by which steps are not told apart, and traces depend on."""
+        return {}
 
     def _require_traceable(self) -> None:
         """Raise if no step of the model can be traced here.
@@ -292,8 +372,7 @@ class TransformersStep:
 
     def about(self) -> tuple[str, ...]:
         """What is planned, for people."""
-        half = str(self._half).removeprefix("torch.")
-        computes = f", computing in {half}" if self._half and self.dtype != half else ""
+        computes = f", computing in {self.half}" if self.half not in (None, self.dtype) else ""
         lines = [
             f"step: that of {self.STEPS[self.trainer]}",
             f"model: transformers {version('transformers')}, weights in {self.dtype}{computes}",
@@ -301,16 +380,16 @@ class TransformersStep:
             f"optimizer: {about_optimizer(self.optim)}; of what is trained",
         ]
         if self.load_in_4bit:
-            others = "float32, as PEFT prepares it" if self._is_prepared else self.dtype
+            others = "float32, as PEFT prepares it" if self.is_prepared else self.dtype
             double = "with" if self.bnb_4bit_use_double_quant else "without"
             lines.append(
                 f"linear layers: 4 bits as of bitsandbytes 0.50, {double} double quantization, computing in "
-                f"{self._computes_4_bits_in}; the rest is in {others}"
+                f"{self.computes_4_bits_in}; the rest is in {others}"
             )
         if self.lora:
             targets = self.target_modules
             named = targets if isinstance(targets, str) else ", ".join(targets)
-            dtype = "bfloat16 as TRL" if self._adapters_are_half else "float32 as PEFT 0.21"
+            dtype = "bfloat16 as TRL" if self.adapters_are_half else "float32 as PEFT 0.21"
             lines.append(f"adapters: rank {self.r}, in {dtype} has them, on {named}")
         if self.has_pairs:
             reference = "the model without adapters" if self.lora else "a second model, in memory"
@@ -337,238 +416,6 @@ class TransformersStep:
             lines.append(f"rows: {mask}")
         return (*lines, *about_kernels(self.folder))
 
-    def _build(self) -> nn.Module:
-        """The model as the trainer has prepared it, and its reference."""
-        model = self._policy()
-        prepared = Prepared(model, self._reference_model())
-        if self.fsdp:
-            self._shard(model)
-        elif self.ranks > 1:
-            return DistributedDataParallel(prepared, broadcast_buffers=False).train()
-        return prepared.train()
 
-    def _reference_model(self) -> nn.Module | None:
-        """DPO's reference, if it is another model."""
-        if self.trainer != DPO or self.lora or self.precompute_ref_log_probs:
-            return None
-        reference: nn.Module = self._made()
-        return reference.requires_grad_(False)
-
-    def _policy(self) -> Any:
-        """The model that is trained."""
-        model = self._made()
-        if self.load_in_4bit:
-            compute_in = getattr(torch, self._computes_4_bits_in)
-            quantize(model, compute_in, self.bnb_4bit_use_double_quant)
-            if self._is_prepared:
-                prepare(model)
-        if self.lora:
-            dtype = torch.bfloat16 if self._adapters_are_half else torch.float32
-            settings = self.r, self.lora_dropout, dtype, self.target_parameters
-            adapt(model, Adapters(self.target_modules, *settings))
-        if self.gradient_checkpointing:
-            if not model.supports_gradient_checkpointing:
-                raise UsageError(
-                    f"gradient_checkpointing: {type(model).__name__} does not support it. Set "
-                    "gradient_checkpointing=False."
-                )
-            with warnings.catch_warnings():  # of the new name, which older versions do not have
-                warnings.simplefilter("ignore", FutureWarning)
-                model.gradient_checkpointing_enable(
-                    {"use_reentrant": False, "context_fn": self._when_checkpointed}
-                )
-            if self.lora:
-                model.enable_input_require_grads()
-        mark_embeddings(model)
-        return model
-
-    def _optimizer(self, parameters: Iterator[nn.Parameter]) -> Optimizer:
-        """The optimizer of what is trained; without weight decay for vectors, as the trainers have it."""
-        trained = [one for one in parameters if one.requires_grad]
-        groups = [
-            {"params": [one for one in trained if (one.ndim > 1) is decays]}
-            for decays in (True, False)
-        ]
-        groups = [group for group in groups if group["params"]]
-        return make_optimizer(self.optim, groups)
-
-    def _batch(self, rows: int) -> Batch:
-        """Rows; of a pair, the chosen and the rejected one."""
-        if self.packing:
-            return self._packed(rows)
-        rows *= 1 + self.has_pairs
-        tokens = torch.zeros(rows, self.max_length, dtype=torch.long)
-        return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": tokens.clone()}
-
-    def _packed(self, rows: int) -> Batch:
-        """Rows as one, of which samples are told apart by where they begin: as many samples as rows."""
-        tokens = torch.zeros(1, rows * self.max_length, dtype=torch.long)
-        begins = torch.zeros(rows + 1, dtype=torch.int32)
-        named = {name: tokens.clone() for name in ("input_ids", "labels", "position_ids")}
-        return {**named, "cu_seq_lens": begins, "seq_idx": tokens.int()}
-
-    def _forward(self, built: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss of a micro-batch."""
-        prepared = prepared_of(built)
-        model: Any = prepared.model
-        tokens, labels = batch["input_ids"], batch["labels"]
-        if self.trainer == PLAIN:
-            with self._mixed_precision():
-                balanced = getattr(model.config.get_text_config(), "output_router_logits", False)
-                mask = {"attention_mask": batch["attention_mask"]} if balanced else {}
-                found = model(input_ids=tokens, labels=labels, use_cache=False, **mask)
-            if self._half:
-                found.logits = found.logits.float()  # accelerate's, of every output
-            loss: torch.Tensor = found.loss
-            return loss
-        found, balance = model(
-            tokens, labels, batch.get("position_ids"), batch.get("attention_mask")
-        )
-        if self.trainer == SFT:
-            loss = -found.sum() / found.numel()
-        else:
-            loss = preference_loss(found, self._reference_log_probs(prepared, tokens, labels))
-        return loss if balance is None else loss + balance
-
-    def _made(self) -> Any:
-        from transformers import AttentionInterface, AttentionMaskInterface
-
-        model = self._from_config()
-        if attends_by_sdpa(model):
-            AttentionInterface.register(_ATTENTION, AttentionInterface()["sdpa"])
-            AttentionMaskInterface.register(_ATTENTION, self._mask)
-            model.set_attn_implementation(_ATTENTION)
-        if self.trainer != PLAIN:
-            if model.base_model is model:
-                raise UsageError(
-                    f"trainer: {self.trainer} computes log-probabilities from what base_model gives, and "
-                    f"{type(model).__name__} has none. Use {PLAIN}."
-                )
-            model.forward = partial(self._log_probs, model)  # as TRL does
-        return model
-
-    def _from_config(self) -> Any:
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
-
-        try:
-            # Code that comes with a model is not run: from_pretrained would ask for consent.
-            config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
-            if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-                dtype = getattr(torch, self.dtype)
-                self._ask_for_balance(config)
-                how = self.experts_implementation
-                options = {"experts_implementation": how} if how else {}
-                return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-            reason = f"it has no causal language model of type {config.model_type}"
-        except UsageError:
-            raise
-        except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise NoPrediction(
-            f"transformers {version('transformers')} cannot make a model from {self.folder}: {reason}. Use a "
-            "newer transformers, install what it asks for, or give another model."
-        )
-
-    def _ask_for_balance(self, config: Any) -> None:
-        """Let ``Trainer``'s model add the loss that balances experts, or not, as asked for."""
-        if self.output_router_logits is None:
-            return
-        text = config.get_text_config()
-        if not hasattr(text, "output_router_logits"):
-            raise UsageError(
-                f"output_router_logits: {type(text).__name__} has no such setting, so its model adds no loss "
-                "that balances experts. Leave it out."
-            )
-        text.output_router_logits = self.output_router_logits
-
-    def _mask(
-        self, *, batch_size: int, q_length: int, kv_length: int, device: torch.device, **_: Any
-    ) -> torch.Tensor | None:
-        """The mask of attention, which transformers makes where a row has padding. It looks for that in
-        values, and there are none here."""
-        if not self.padded:
-            return None
-        return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
-
-    def _mixed_precision(self) -> AbstractContextManager[Any]:
-        if self._half is None:
-            return Traceable()
-        # DPO's second model is not trained, but the trainer leaves it as if it were.
-        return Autocast(self._half, keeps_all=not self.lora and not torch.is_grad_enabled())
-
-    def _when_checkpointed(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """The contexts of a layer in the forward pass, and when backward repeats it."""
-        return nullcontext(), self._mixed_precision()
-
-    def _log_probs(
-        self,
-        model: Any,
-        tokens: torch.Tensor,
-        labels: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-    ) -> Any:
-        """The log-probability of each token that is predicted, by TRL's head, and the loss that balances
-        experts, if there is one. The reference has none."""
-        weight_of_balance = balance_weight(model, self.router_aux_loss_coef)
-        balanced = bool(weight_of_balance) and torch.is_grad_enabled()
-        options = {"output_router_logits": True} if balanced else {}
-        with self._mixed_precision():
-            found = model.base_model(
-                input_ids=tokens, position_ids=positions, use_cache=False, **options
-            )
-            hidden = found.last_hidden_state[:, :-1]
-            weight = model.get_output_embeddings().weight
-            if isinstance(weight, DTensor):
-                weight = weight.full_tensor()
-            compute_in = self._half or hidden.dtype
-            log_probs: torch.Tensor = TiledLogProbs.apply(
-                flat(hidden), weight, labels[:, 1:].reshape(-1), compute_in
-            )
-            log_probs = log_probs.view(len(tokens), -1)
-            balance = balance_loss(model, found.router_logits, mask) if balanced else None
-        return log_probs, balance if balance is None else weight_of_balance * balance
-
-    def _reference_log_probs(
-        self, prepared: Prepared, tokens: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
-        if self.precompute_ref_log_probs:
-            return torch.zeros_like(labels[:, 1:], dtype=torch.float32)
-        with torch.no_grad(), without_adapters(prepared.model):
-            found: torch.Tensor = (prepared.reference or prepared.model)(tokens, labels)[0]
-            return found
-
-    def _shard(self, model: Any) -> None:
-        """Shard a model as accelerate does."""
-        options: dict[str, Any] = {}
-        if half := self._half:
-            for parameter in model.parameters():
-                if parameter.requires_grad:  # accelerate's master weights
-                    parameter.data = parameter.data.float()
-            options["mp_policy"] = MixedPrecisionPolicy(half, half, half)
-        for layer in layers_of(model):
-            fully_shard(layer, **options)
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        norm = getattr(model.base_model, "norm", None)
-        tail = [head] if norm is None else [norm, head]
-        if embedding.weight is head.weight:
-            tail.append(embedding)
-        else:
-            fully_shard(embedding, **options)
-        fully_shard(tail, **options, reshard_after_forward=False)
-        fully_shard(model, **options)
-
-
-class Prepared(nn.Module):
-    """The models of a step: the one that is trained, then the reference, if it is another one."""
-
-    def __init__(self, model: nn.Module, reference: nn.Module | None) -> None:
-        super().__init__()
-        self.model, self.reference = model, reference
-
-
-def prepared_of(built: nn.Module) -> Prepared:
-    """The models of what a step has built."""
-    prepared = built.module if isinstance(built, DistributedDataParallel) else built
-    assert isinstance(prepared, Prepared)
-    return prepared
+def _call_model(step: TransformersStep, name: str, *arguments: Any) -> Any:
+    return getattr(step.model(), name)(*arguments)

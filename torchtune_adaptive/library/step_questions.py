@@ -1,0 +1,138 @@
+"""Questions about a training step, for the process that traces it."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchtune_adaptive.common import ConfigError, UsageError, arguments
+from torchtune_adaptive.planner import (
+    DeviceLimits,
+    Machine,
+    Pace,
+    Question,
+    TracedRun,
+    gpus,
+    planned_gpu,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+ANY_LENGTH = 1
+"""Length that stands for rows as long as ``worst_case`` makes them."""
+
+
+@dataclass(frozen=True)
+class StepQuestion:
+    """A question about a step."""
+
+    build: Callable[[], nn.Module]
+    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer]
+    forward: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
+    worst_case: Callable[[int], Any]
+    ranks: int
+    max_grad_norm: float | None
+    asked: Question
+    assumptions: tuple[str, ...]
+    least: int = TracedRun.ROWS[0]
+    """The rows from which on each more takes as much memory as the one before."""
+    facts: Mapping[str, Any] | None = None
+    """What its traced steps depend on, by which they are remembered; None if not all of it is known."""
+    cache: bool | str = False
+    """Where they are kept: in the user's cache, in another folder, or not."""
+
+
+def step_question(
+    build: Callable[[], nn.Module],
+    *,
+    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer],
+    forward: Callable[[nn.Module, Any], tuple[torch.Tensor, int]],
+    worst_case: Callable[[int], Any],
+    gpu: str,
+    memory: int | str | None,
+    ranks: int,
+    rows: int | None,
+    ceiling: int,
+    accumulation: int,
+    max_grad_norm: float | None,
+    headroom: float,
+    length: int = 1,
+) -> StepQuestion:
+    """The question that the arguments of ``plan_batch_size`` ask.
+
+    Raises:
+        UsageError: they do not work together.
+    """
+    functions = {
+        "build": build,
+        "optimizer": optimizer,
+        "forward": forward,
+        "worst_case": worst_case,
+    }
+    for name, function in functions.items():
+        _require_importable(name, function)
+    ranks, ceiling = arguments.whole("ranks", ranks), arguments.whole("ceiling", ceiling)
+    accumulation = arguments.whole("accumulation", accumulation)
+    if rows is not None:
+        rows = arguments.whole("rows", rows)
+    length = arguments.whole("length", length)
+    arguments.norm("max_grad_norm", max_grad_norm)
+    headroom = arguments.share("headroom", headroom)
+    bytes_given = arguments.memory("memory", memory)
+    if gpu != "cpu":
+        try:
+            kind = gpus.gpu(gpu, "gpu", "memory")
+        except ConfigError as error:  # which is for configs
+            raise UsageError(str(error)) from None
+        device, assumptions = planned_gpu(kind, ranks, headroom, bytes_given)
+        machine = Machine()
+        speeds = machine.speeds(kind.name)
+        assumptions = (*assumptions, *machine.lines(kind.name, ranks))
+        if speeds is not None and speeds.assumed:
+            assumptions = (*assumptions, f"speed: of {speeds.name}, {speeds.assumed}")
+    elif bytes_given is not None:
+        device, assumptions = DeviceLimits.simulated(bytes_given, headroom), ()
+        speeds = Machine.simulated()
+    else:
+        raise UsageError("memory: a CPU has none of its own to plan for. Pass memory='1GiB', say.")
+    return StepQuestion(
+        build=build,
+        optimizer=optimizer,
+        forward=forward,
+        worst_case=worst_case,
+        ranks=ranks,
+        max_grad_norm=max_grad_norm,
+        asked=Question(
+            device=device,
+            rows=rows,
+            length=ANY_LENGTH,
+            micro_batches=accumulation,
+            pace=Pace(speeds, ranks, compiled=False, quantized=False, dtype="") if speeds else None,
+            ceiling=ceiling,
+            confirmed=True,
+            tokens=length,
+        ),
+        assumptions=assumptions,
+    )
+
+
+def _require_importable(name: str, function: object) -> None:
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        raise UsageError(
+            f"{name}: {function!r} cannot be imported by the process that traces. Define it with def at the "
+            "top level of a module; functools.partial gives it arguments."
+        ) from None
+    defined_in = getattr(getattr(function, "func", function), "__module__", "")
+    if defined_in == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise UsageError(
+            f"{name}: it is defined in an interactive session, which the process that traces cannot import. "
+            "Put it into a module."
+        )
