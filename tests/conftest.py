@@ -21,7 +21,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.beside import AXOLOTL, TORCHTITAN, TRITON, WITHOUT_DEPENDENCIES, make_environment
+from tests.helpers.beside import (
+    AXOLOTL,
+    LIGER,
+    TORCHTITAN,
+    TRITON,
+    WITHOUT_DEPENDENCIES,
+    make_environment,
+)
 from tests.helpers.samples import Sample
 
 STRIDE = 29  # a prime, so that samples do not keep step with the layers of a model
@@ -101,6 +108,13 @@ def sample(exhaustive: bool, shard: int) -> Sample:
 def beside_trl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment with the library alone, transformers, PEFT and TRL."""
     return make_environment(tmp_path_factory.mktemp("beside_trl"))
+
+
+@pytest.fixture(scope="session")
+def beside_liger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment as ``beside_trl`` has, and Liger."""
+    folder = tmp_path_factory.mktemp("beside_liger")
+    return make_environment(folder, without_dependencies=LIGER)
 
 
 @pytest.fixture(scope="session")

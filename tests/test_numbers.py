@@ -258,6 +258,11 @@ CLAIMS = [
     ),
     Claim(
         "docs/planning.md",
+        r"these plans are within ([\d.]+) % of what the trainers take with Liger",
+        lambda: [f"{100 * tolerance_of_trainers():g}"],
+    ),
+    Claim(
+        "docs/planning.md",
         r"training and scoring are within ([\d.]+) % and generation by the model within ([\d.]+) % of what",
         lambda: [f"{100 * tolerance:g}" for tolerance in tolerances_of_rollouts()],
     ),

@@ -248,7 +248,6 @@ def test_all_refusals_are_told_at_once() -> None:
         "  optimizer: lion_8bit has a state or a step that is not planned. What can be planned: "
         "adamw_torch_fused, adamw_torch, sgd, adafactor, adamw_8bit",
         "  fsdp: true stores weights of 4 bits in another type, which is not planned.",
-        "  liger_fused_linear_cross_entropy: true computes the loss by other kernels",
         "  fsdp_version: 1 is FSDP1, whose flat parameters are not planned. To plan FSDP2, add "
         "fsdp_version=2.",
         "  fsdp_config.offload_params: true keeps weights on the host",
@@ -263,19 +262,40 @@ def test_what_is_advised_makes_a_plan() -> None:
     found = settings(
         FOLDER / "axolotl" / "qlora_fsdp.yaml",
         *("adapter=lora", "load_in_4bit=false", "optimizer=adamw_torch_fused"),
-        *(
-            "liger_fused_linear_cross_entropy=false",
-            "fsdp_version=2",
-            "fsdp_config.offload_params=false",
-        ),
+        *("fsdp_version=2", "fsdp_config.offload_params=false"),
     )
     assert found["fsdp"] and found["lora"] and found["optim"] == "adamw_torch_fused"
+    assert found["use_liger_kernel"] and found["liger_kernel_config"] == {
+        **dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu", "cross_entropy"), False),
+        "fused_linear_cross_entropy": True,
+    }
     found = settings(
         FOLDER / "llama_factory" / "qlora_dpo.yaml",
         *("deepspeed=null", "fsdp=full_shard", "fsdp_config.version=2", "stage=sft"),
         "quantization_bit=null",
     )
     assert found["fsdp"] and found["target_modules"] == ["q_proj", "v_proj"]
+
+
+def test_kernels_of_liger_are_those_that_a_file_switches_on() -> None:
+    for path, change in (
+        ("trl_sft/lora", "use_liger_kernel=true"),
+        ("llama_factory/lora_sft", "enable_liger_kernel=true"),
+    ):
+        path = FOLDER / f"{path}.yaml"
+        assert settings(path, change)["use_liger_kernel"] is True
+        assert settings(path)["use_liger_kernel"] is False
+        found = settings(path, change, "liger_kernel_config={rope: false}")
+        assert found["liger_kernel_config"] == {"rope": False}
+    with_plugin = "plugins=[axolotl.integrations.liger.LigerPlugin]"
+    path = FOLDER / "axolotl" / "lora.yaml"
+    found = settings(path, with_plugin, "liger_glu_activation=true", "liger_rope=true")
+    on = {name for name, is_on in found["liger_kernel_config"].items() if is_on}
+    assert on == {"swiglu", "geglu", "rope"}
+    assert "use_liger_kernel" not in settings(path, with_plugin)
+    file = read_file(path, ["plugins=null", "liger_swiglu=true"])
+    assert file is not None and "use_liger_kernel" not in file.settings
+    assert any("liger_swiglu: not planned, because plugins has no" in one for one in file.notes)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +380,8 @@ def test_what_is_advised_makes_a_plan() -> None:
             "a file is not read",
         ),
         ("trl_sft/lora", ["attn_implementation=sdpa"], "packing: true without flash attention"),
-        ("trl_sft/qlora", ["use_liger_kernel=true"], "replaces layers by kernels"),
+        ("axolotl/lora", ["liger_layer_norm=true"], "replaces layers by kernels"),
+        ("axolotl/lora", ["liger_use_token_scaling=true"], "computes the loss by other kernels"),
         ("trl_sft/qlora", ["loss_type=dft"], "loss_type: dft is a loss over all logits"),
         ("trl_sft/full", ["max_length=null"], "max_length: null leaves rows as long as they are"),
         ("trl_sft/full", ["dtype=null"], "dtype: null is the type that the checkpoint has"),

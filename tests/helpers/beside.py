@@ -51,6 +51,8 @@ WITHOUT_DEPENDENCIES = (
     *("bitsandbytes==0.50.2", "kernels", "fastcore", "platformdirs", "triton==3.7.1"),
 )
 """Axolotl, and what it imports and does not use there."""
+LIGER = ("liger-kernel==0.8.5", "triton==3.7.1")
+"""Liger, whose kernels are not launched."""
 TRITON = (".", "triton==3.7.1")
 """The recipes, and the Triton that the torch of ``constraints.txt`` requires where it is built for CUDA."""
 

@@ -24,6 +24,7 @@ SFT = {"trainer": "SFTTrainer", "per_device_train_batch_size": 4}
 DPO = {"trainer": "DPOTrainer", "per_device_train_batch_size": 2}
 FP16 = {"bf16": False, "fp16": True}
 HALF = {"dtype": "bfloat16"}
+LIGER = {"use_liger_kernel": True}
 QLORA = {**HALF, "lora": True, "load_in_4bit": True}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
 EXPERTS |= {"router_aux_loss_coef": 0.01, "head_dim": 32, "vocab_size": 256}
@@ -31,7 +32,7 @@ EXPERTS |= {"router_aux_loss_coef": 0.01, "head_dim": 32, "vocab_size": 256}
 MOE = {"model_type": "qwen3_moe"}
 ONE_BY_ONE = {**PLAIN, **MOE, "experts_implementation": "eager", "bf16": False, "optim": "sgd"}
 EVEN, WORST = {"routing": "even"}, {"routing": "worst"}
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, dict[str, Any]] = {  # those of Liger last: it replaces functions of whole modules
     "Trainer in fp32": {**PLAIN, "bf16": False},
     "Trainer with some adapters": {
         **PLAIN,
@@ -125,6 +126,56 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "SFT with QLoRA and experts": {**SFT, **MOE, **QLORA, "target_modules": ("q_proj", "v_proj")},
     "DPO with experts": {**DPO, **MOE, **HALF, **EVEN},
+    "Trainer with Liger": {**PLAIN, **LIGER},
+    "Trainer with Liger in fp32": {**PLAIN, **LIGER, "bf16": False},
+    "Trainer with Liger in fp16": {**PLAIN, **LIGER, **FP16},
+    "Trainer with Liger in bfloat16": {**PLAIN, **LIGER, **HALF},
+    "Trainer with Liger and checkpointing": {
+        **PLAIN,
+        **LIGER,
+        **HALF,
+        "gradient_checkpointing": True,
+        "gradient_accumulation_steps": 2,
+    },
+    "Trainer with Liger and adapters": {**PLAIN, **LIGER, **HALF, "lora": True},
+    "Trainer with Liger and QLoRA": {
+        **PLAIN,
+        **LIGER,
+        **QLORA,
+        "gradient_checkpointing": True,
+        "prepare_for_kbit_training": False,
+    },
+    **{
+        f"Trainer with Liger's {name}": {
+            **PLAIN,
+            **LIGER,
+            **HALF,
+            "model_type": name,
+            "optim": "sgd",
+        }
+        for name in ("qwen3", "phi3", "gemma2")
+    },
+    "SFT with Liger": {**SFT, **LIGER},
+    "SFT with Liger and packing": {
+        **SFT,
+        **LIGER,
+        **HALF,
+        "packing": True,
+        "gradient_checkpointing": False,
+    },
+    "SFT with Liger and adapters": {
+        **SFT,
+        **LIGER,
+        **HALF,
+        "lora": True,
+        "gradient_checkpointing": False,
+    },
+    "DPO with Liger": {**DPO, **LIGER, **HALF},
+    "Trainer with Liger's loss of all logits": {
+        **PLAIN,
+        **LIGER,
+        "liger_kernel_config": {"cross_entropy": True, "fused_linear_cross_entropy": False},
+    },
 }
 OURS = ("trainer", "dtype", "lora", "lora_dropout", "target_modules", "load_in_4bit")
 OURS += ("bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant", "prepare_for_kbit_training")
@@ -137,7 +188,7 @@ NOT_SETTINGS = ("model_type", "routing", "balanced")
 def shape_of(case: dict[str, Any]) -> dict[str, Any]:
     """The config of the model of a case."""
     shape: dict[str, Any] = {"model_type": case.get("model_type", "llama"), **SHAPE}
-    if shape["model_type"] != "llama":
+    if shape["model_type"] == MOE["model_type"]:
         shape |= {**EXPERTS, "output_router_logits": case.get("balanced", False)}
     return shape
 
@@ -239,6 +290,13 @@ def quantized(model: Any, dtype: Any, case: dict[str, Any]) -> Any:
     return model
 
 
+def launch_nothing() -> None:
+    """Let Triton's kernels, which need a GPU, compute nothing: what they compute with is allocated before."""
+    from triton.runtime.jit import JITFunction
+
+    JITFunction.run = lambda *_, **__: None
+
+
 def beside_weights(model: Any) -> list[Any]:
     """What bitsandbytes holds for weights of 4 bits."""
     states = [one.quant_state for one in model.parameters() if hasattr(one, "quant_state")]
@@ -274,6 +332,8 @@ def measured(case: dict[str, Any]) -> int:
     name, memory = case["trainer"], SimulatedMemory(1 << 40)
     dtype = getattr(torch, case.get("dtype", "float32"))
     model: Any = made(case, dtype)
+    if case.get("use_liger_kernel"):
+        launch_nothing()
     if case.get("packing"):
         attend_without_mask(model)
     if case.get("load_in_4bit"):

@@ -17,10 +17,24 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.runs]
 ROOT = Path(__file__).parents[2]
 
 
+OF_LIGER = [name for name, case in CASES.items() if case.get("use_liger_kernel")]
+
+
 def test_what_is_planned_is_what_the_trainers_take(beside_trl: Path, tmp_path: Path) -> None:
+    compare(beside_trl, [name for name in CASES if name not in OF_LIGER], tmp_path)
+
+
+def test_what_is_planned_with_liger_is_what_its_functions_take(
+    beside_liger: Path, tmp_path: Path
+) -> None:
+    """Its kernels, which need a GPU, are not launched; all memory is allocated around them."""
+    compare(beside_liger, OF_LIGER, tmp_path)
+
+
+def compare(python: Path, names: list[str], tmp_path: Path) -> None:
     script = shutil.copy(ROOT / "tests" / "helpers" / "real_trainers.py", tmp_path)
     done = subprocess.run(
-        [beside_trl, script],
+        [python, script, *names],
         cwd=tmp_path,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
@@ -29,6 +43,6 @@ def test_what_is_planned_is_what_the_trainers_take(beside_trl: Path, tmp_path: P
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])
-    assert results.keys() == CASES.keys()
+    assert results.keys() == {*names}
     for name, (planned, measured) in results.items():
         assert planned == pytest.approx(measured, rel=0.001), name

@@ -55,6 +55,18 @@ def step(**settings: Any) -> TransformersStep:
             "fsdp: sharded weights of 4 bits",
         ),
         ({"optim": "adafactor", "fsdp": True, "ranks": 2}, "fsdp: adafactor cannot update"),
+        (
+            {"use_liger_kernel": True, "liger_kernel_config": {"layer_norm": True}},
+            "liger_kernel_config: .* must be true or false for some of rope",
+        ),
+        (
+            {"trainer": "Trainer", "liger_kernel_config": {"cross_entropy": True}},
+            "liger_kernel_config: cross_entropy and fused_linear_cross_entropy exclude each other",
+        ),
+        (
+            {"liger_kernel_config": {"fused_linear_cross_entropy": True}},
+            "liger_kernel_config: fused_linear_cross_entropy replaces the head, which TRL",
+        ),
         ({"bf16": "yes"}, "bf16: 'yes' must be one of: None, True, False"),
         ({"r": 0}, "r: 0 must be a whole number"),
         ({"max_length": "1k"}, "max_length: '1k' must be a whole number"),

@@ -144,7 +144,9 @@ def _settings(words: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
         if not equals or key not in known:
             reason = "is not a setting of this step" if equals else "is not an override"
             raise ConfigError("KEY=VALUE", word, reason, f"Write one of {', '.join(known)}")
-        settings[key] = value.split(",") if "," in value else yaml.safe_load(value)
+        settings[key] = (
+            value.split(",") if "," in value and "{" not in value else yaml.safe_load(value)
+        )
     for key in ("target_modules", "target_parameters"):
         given = settings.get(key)
         if isinstance(given, str) and given not in ("all-linear", "linear-layers"):

@@ -45,7 +45,7 @@ def refuse_loops(folder: str) -> None:
     Raises:
         NoPrediction: it is one.
     """
-    if (kind := _type_of(folder)) in _TOKEN_BY_TOKEN:
+    if (kind := type_of(folder)) in _TOKEN_BY_TOKEN:
         package = _TOKEN_BY_TOKEN[kind]
         kernels = (
             f", and the memory that the kernels of {package} take is not known" if package else ""
@@ -58,14 +58,15 @@ def refuse_loops(folder: str) -> None:
 
 def about_kernels(folder: str) -> tuple[str, ...]:
     """The line about kernels that are not planned, if the model has any."""
-    kind = _type_of(folder)
+    kind = type_of(folder)
     if kind not in _IN_CHUNKS:
         return ()
     package = _IN_CHUNKS[kind]
     return (f"kernels: none of {package}, with which {kind} takes less memory",)
 
 
-def _type_of(folder: str) -> str:
+def type_of(folder: str) -> str:
+    """The type of a model, as its config says, or nothing."""
     try:
         about = json.loads((Path(folder) / "config.json").read_text())
         return str(about["model_type"])

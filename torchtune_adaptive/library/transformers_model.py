@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torchtune_adaptive.common import NoPrediction, UsageError
 from torchtune_adaptive.library.experts import balance_loss, balance_weight
 from torchtune_adaptive.library.four_bit import prepare, quantize
+from torchtune_adaptive.library.liger import apply_liger, rotate
 from torchtune_adaptive.library.private import attends_by_sdpa, layers_of
 from torchtune_adaptive.library.step_choices import DPO, PLAIN, SFT
 from torchtune_adaptive.library.trainer_optimizers import make_optimizer, mark_embeddings
@@ -68,6 +69,8 @@ class StepModel:
         if self.step.trainer != DPO or self.step.lora or self.step.precompute_ref_log_probs:
             return None
         reference: nn.Module = self.made()
+        if self.step.use_liger_kernel and (self.step.liger_kernel_config or {}).get("rope", True):
+            rotate(reference)  # the function is that of all models of the type
         return reference.requires_grad_(False)
 
     def _policy(self) -> Any:
@@ -95,6 +98,9 @@ class StepModel:
                 )
             if self.step.lora:
                 model.enable_input_require_grads()
+        if self.step.use_liger_kernel:
+            switches = self.step.liger_kernel_config
+            apply_liger(model, switches, self.step.trainer != PLAIN, self.half)
         mark_embeddings(model)
         return model
 
@@ -133,7 +139,7 @@ class StepModel:
                 balanced = getattr(model.config.get_text_config(), "output_router_logits", False)
                 mask = {"attention_mask": batch["attention_mask"]} if balanced else {}
                 found = model(input_ids=tokens, labels=labels, use_cache=False, **mask)
-            if self.half:
+            if self.half and found.logits is not None:
                 found.logits = found.logits.float()  # accelerate's, of every output
             loss: torch.Tensor = found.loss
             return loss

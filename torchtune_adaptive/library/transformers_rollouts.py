@@ -125,6 +125,10 @@ class TransformersRollouts(TransformersStep):
             raise UsageError(
                 "precompute_ref_log_probs: completions are not known before. Leave it out, or set beta=0."
             )
+        if self.use_liger_kernel:
+            raise UsageError(
+                f"use_liger_kernel: Liger's kernels are not planned for {self.trainer}. Leave it out."
+            )
         if self.num_generations < 2:
             raise UsageError("num_generations: advantages compare completions. Use 2 or more.")
         if self.router_aux_loss_coef is not None:

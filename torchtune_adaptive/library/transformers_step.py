@@ -8,7 +8,7 @@ to be installed. That one is imported where it is needed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
@@ -23,6 +23,7 @@ from torchtune_adaptive.common import (
     package_fingerprint,
     versions_of,
 )
+from torchtune_adaptive.library.liger_choices import about_liger, check_kernels, refuse_types
 from torchtune_adaptive.library.model_types import about_kernels, refuse_loops
 from torchtune_adaptive.library.planning import Plan, answered, remembered
 from torchtune_adaptive.library.step_choices import (
@@ -58,7 +59,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             *("padded", "packing", "fp16", "gradient_checkpointing", "lora", "load_in_4bit"),
-            *("bnb_4bit_use_double_quant", "precompute_ref_log_probs", "fsdp"),
+            *("bnb_4bit_use_double_quant", "precompute_ref_log_probs", "use_liger_kernel", "fsdp"),
         ),
         (True, False),
     ),
@@ -156,6 +157,12 @@ class TransformersStep:
     config, and 0 is without it."""
     output_router_logits: bool | None = None
     """Whether ``Trainer`` adds that loss; by default, what the model's config says."""
+    use_liger_kernel: bool = False
+    """Whether norms, rotations, gated layers and, with ``Trainer``, the head and its loss are Liger's
+    kernels."""
+    liger_kernel_config: Mapping[str, bool] | None = None
+    """Which of them are on or off: ``rope``, ``rms_norm``, ``swiglu`` (Gemma's is ``geglu``),
+    ``fused_linear_cross_entropy`` and ``cross_entropy``, which alone is off by default."""
     ranks: int = 1
     """The number of ranks."""
     fsdp: bool = False
@@ -202,6 +209,7 @@ class TransformersStep:
             raise UsageError(
                 f"output_router_logits: {self.trainer} decides by router_aux_loss_coef. Set that."
             )
+        check_kernels(self.liger_kernel_config, self.trainer != PLAIN)
         if self.fp16 and self.bf16:
             raise UsageError("fp16: the model computes in one type. Leave bf16 out.")
         if self.fp16 and self.dtype == "float16" and not self.lora:
@@ -369,6 +377,8 @@ class TransformersStep:
                 "transformers), or plan torchtune's step."
             )
         refuse_loops(self.folder)
+        if self.use_liger_kernel:
+            refuse_types(self.folder)
 
     def about(self) -> tuple[str, ...]:
         """What is planned, for people."""
@@ -395,6 +405,9 @@ class TransformersStep:
             reference = "the model without adapters" if self.lora else "a second model, in memory"
             found = "computed before" if self.precompute_ref_log_probs else reference
             lines.append(f"reference: {found}; a row is a pair, whose two halves are one batch")
+        if self.use_liger_kernel:
+            switches = self.liger_kernel_config
+            lines.append(about_liger(self.folder, switches, self.trainer != PLAIN))
         if self.fp16:
             lines.append(
                 "attention: FlashAttention's; on GPUs that lack it (V100, T4) it may take more"

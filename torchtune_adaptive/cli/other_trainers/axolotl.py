@@ -47,6 +47,15 @@ _HARMLESS_PLUGINS = (
     *("swanlab", "lm_eval", "torchtune_adaptive"),
     *("liger", _BY_KERNELS, "expert_parallel"),  # which do what other keys say
 )
+_LIGER = {
+    "liger_rope": ("rope",),
+    "liger_rms_norm": ("rms_norm",),
+    "liger_glu_activation": ("swiglu", "geglu"),
+    "liger_swiglu": ("swiglu", "geglu"),
+    "liger_fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
+    "liger_cross_entropy": ("cross_entropy",),
+}
+"""Keys of the plugin for Liger, and the kernels that they switch on."""
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 _KEYS: Keys = {
@@ -91,6 +100,13 @@ _KEYS: Keys = {
             "planned without: these kernels keep fewer activations", None, (None, True, False)
         )
         for name in _LORA_KERNELS
+    },
+    **{
+        name: Joint(
+            f"liger_kernel_config: {', '.join(kernels)}; with the plugin for Liger",
+            *(None, (None, True, False)),
+        )
+        for name, kernels in _LIGER.items()
     },
     "embeddings_skip_upcast": Refused("leaves embeddings in float32, which is not planned"),
     "load_in_8bit": Refused(
@@ -154,14 +170,11 @@ _KEYS: Keys = {
     "chunked_cross_entropy": Refused(_LOSS),
     "use_eaft": Refused(_LOSS),
     "flash_attn_cross_entropy": Refused(_LOSS),
-    **dict.fromkeys(
-        ("liger_cross_entropy", "liger_fused_linear_cross_entropy", "liger_use_token_scaling"),
-        Refused(_LOSS),
-    ),
+    "liger_use_token_scaling": Refused(_LOSS),
     **dict.fromkeys(
         (
-            *("liger_rope", "liger_rms_norm", "liger_rms_norm_gated", "liger_layer_norm"),
-            *("liger_swiglu", "liger_glu_activation", "use_kernels", "flash_attn_fuse_mlp"),
+            *("liger_rms_norm_gated", "liger_layer_norm", "liger_kernel_impl"),
+            *("use_kernels", "flash_attn_fuse_mlp"),
             *("flash_attn_rms_norm", "flash_attn_fuse_qkv", "fused_attn_kernel", "use_onebitllms"),
         ),
         Refused(KERNELS),
@@ -289,6 +302,7 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
         if not any(name in str(plugin) for name in _HARMLESS_PLUGINS):
             reason = "may change the model or its loss, which is not planned"
             reading.refuse("plugins", plugin, reason, "To plan without it, add plugins=null")
+    _read_liger(values, any("liger" in str(one) for one in plugins), reading)
     implementation = values.get("experts_implementation")
     if implementation is None and any(_BY_KERNELS in str(one) for one in plugins):
         implementation = "eager"
@@ -307,6 +321,19 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
             reading.refuse(
                 key, values[key], reason, "Plan adapter=lora, or TRL's trainer, which has float32"
             )
+
+
+def _read_liger(values: Mapping[str, Any], has_plugin: bool, reading: FileReading) -> None:
+    """Read which of Liger's kernels are on: all are off by default, and without the plugin."""
+    on = [key for key in _LIGER if values.get(key) is True]
+    if on and not has_plugin:
+        reading.notes.append(
+            f"{', '.join(on)}: not planned, because plugins has no LigerPlugin, which reads them"
+        )
+    elif on:
+        switches = {kernel: key in on for key, kernels in _LIGER.items() for kernel in kernels}
+        switches |= {kernel: True for key in on for kernel in _LIGER[key]}
+        reading.settings |= {"use_liger_kernel": True, "liger_kernel_config": switches}
 
 
 def _read_adapters(values: Mapping[str, Any], reading: FileReading) -> None:

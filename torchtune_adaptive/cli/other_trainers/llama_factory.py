@@ -70,7 +70,7 @@ _KEYS: Keys = {
     "shift_attn": Refused(WHY_NOT_ATTENTION),
     "upcast_layernorm": Refused("has norms in float32, which is not planned"),
     "upcast_lmhead_output": Refused("has logits in float32 twice, which is not planned"),
-    "enable_liger_kernel": Refused(KERNELS),
+    "enable_liger_kernel": Joint("use_liger_kernel", False, (True, False)),
     "use_v1_kernels": Refused(KERNELS),
     "use_unsloth": Refused("replaces the model, which is not planned"),
     "use_unsloth_gc": Refused("moves activations to the host, which is not planned"),
@@ -180,6 +180,8 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
         found = target_modules("lora_target", values["lora_target"], reading)
         found = LINEAR_LAYERS if found == "all-linear" else found
         reading.settings["target_modules"] = found
+    if values["enable_liger_kernel"] is True:
+        reading.settings["use_liger_kernel"] = True
     if values["moe_aux_loss_coef"]:
         reading.settings["output_router_logits"] = True
     if reading.settings.get("load_in_4bit"):

@@ -60,7 +60,8 @@ KEYS: Keys = {
         "To plan FSDP2 in its place, add deepspeed=null fsdp=full_shard fsdp_config.version=2",
     ),
     "torch_compile": Refused(COMPILED),
-    "use_liger_kernel": Refused(KERNELS),
+    "use_liger_kernel": Sets("use_liger_kernel", False),
+    "liger_kernel_config": Sets("liger_kernel_config", None),
     "optim_target_modules": Refused("projects gradients, which is not planned"),
     "parallelism_config": Refused(PARALLEL, IN_ONE_GPU),
     "label_smoothing_factor": Refused("needs log-probabilities of all logits", off=(None, 0, 0.0)),
@@ -71,7 +72,7 @@ IGNORED = names(
     output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type
     lr_scheduler_kwargs warmup_steps warmup_ratio optim_args weight_decay adam_beta1 adam_beta2
     adam_epsilon average_tokens_across_devices bf16_full_eval fp16_full_eval tf32 torch_compile_backend
-    torch_compile_mode liger_kernel_config use_cache neftune_noise_alpha torch_empty_cache_steps
+    torch_compile_mode use_cache neftune_noise_alpha torch_empty_cache_steps
     auto_find_batch_size logging_strategy logging_steps logging_first_step logging_dir log_on_each_node
     logging_nan_inf_filter include_num_input_tokens_seen include_tokens_per_second log_level
     log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id

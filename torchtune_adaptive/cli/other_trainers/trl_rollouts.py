@@ -49,6 +49,7 @@ _BOTH: Keys = {
     "cache_implementation": Refused("is another kind of cache", off=(None, "dynamic")),
     "use_transformers_continuous_batching": Refused(_CONTINUOUS),
     "use_transformers_paged": Refused(_CONTINUOUS),
+    "use_liger_kernel": Refused(KERNELS),
     "use_liger_loss": Refused(KERNELS),
 }
 _GRPO: Keys = {
