@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.library import planning
+from torchtune_adaptive.library import model_steps, planning
 from torchtune_adaptive.planner import private
 from torchtune_adaptive.planner.speed import collectives
 from torchtune_adaptive.planner.speed.devices import SPEEDS
@@ -109,7 +109,7 @@ def made_for_a_users_model(ranks: int) -> tuple[int, int]:
         planning.plan_batch_size(
             sharded, optimizer=adam, forward=forward, worst_case=rows, ranks=ranks
         )
-    return tensors_of(lambda: planning.StepsOfModel(asked[0]))
+    return tensors_of(lambda: model_steps.StepsOfModel(asked[0]))
 
 
 def digests(ranks: int, changes: dict | None, name: str, as_torch: bool) -> list[str]:

@@ -21,7 +21,7 @@ from tests.helpers.library import Trained, collate, failing, rows_of, tiny_model
 from torchtune_adaptive import AdaptiveStep, NoPrediction, UsageError, find_batch_size, steps_of
 from torchtune_adaptive.core.step import retry
 from torchtune_adaptive.core.step.gradients import LossScale
-from torchtune_adaptive.library import planning
+from torchtune_adaptive.library import model_steps
 
 SIGNATURES = {
     "AdaptiveStep": "(model, optimizer, forward, *, optimizer_steps=True, max_grad_norm=None, scaler=None, "
@@ -49,7 +49,7 @@ SIGNATURES = {
     "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, "
     "length=1, timeout=600.0)",
     "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None, allocated=0, "
-    "with_retries=False, experts=None)",
+    "with_retries=False, experts=None, unchecked='')",
     "steps_of": "(data, rows=None, *, global_rows=None, epoch=0, shuffle=True, seed=0, start=0, mesh=None)",
     "Steps.state_dict": "(self)",
     "Steps.load_state_dict": "(self, state)",
@@ -63,21 +63,22 @@ SIGNATURES = {
     "load_in_4bit=False, bnb_4bit_compute_dtype=None, bnb_4bit_use_double_quant=False, "
     "prepare_for_kbit_training=None, "
     "precompute_ref_log_probs=False, experts_implementation=None, router_aux_loss_coef=None, "
-    "output_router_logits=None, ranks=1, fsdp=False)",
+    "output_router_logits=None, use_liger_kernel=False, liger_kernel_config=None, ranks=1, fsdp=False)",
     "TransformersRollouts": "(*, folder, trainer='GRPOTrainer', per_device_train_batch_size=8, "
     "gradient_accumulation_steps=1, padded=False, packing=False, dtype='float32', bf16=None, fp16=False, "
     "gradient_checkpointing=True, optim='adamw_torch_fused', max_grad_norm=1.0, lora=False, r=8, "
     "lora_dropout=0.0, target_modules='all-linear', target_parameters=(), load_in_4bit=False, "
     "bnb_4bit_compute_dtype=None, bnb_4bit_use_double_quant=False, prepare_for_kbit_training=None, "
     "precompute_ref_log_probs=False, experts_implementation=None, router_aux_loss_coef=None, "
-    "output_router_logits=None, ranks=1, fsdp=False, num_generations=8, max_prompt_length=512, "
-    "max_completion_length=512, "
+    "output_router_logits=None, use_liger_kernel=False, liger_kernel_config=None, ranks=1, fsdp=False, "
+    "num_generations=8, max_prompt_length=512, max_completion_length=512, "
     "steps_per_generation=None, generation_batch_size=None, num_iterations=1, beta=0.0, use_vllm=False, "
     "vllm_mode='colocate', vllm_gpu_memory_utilization=0.3, vllm_enable_sleep_mode=False, "
     "vllm_tensor_parallel_size=1, vllm_max_model_length=None, vllm_importance_sampling_correction=True, "
     "temperature=1.0, top_p=1.0)",
     "RolloutsPlan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None, allocated=0, "
-    "with_retries=False, experts=None, phases=(), limiting='', most_utilization=None, engine=None)",
+    "with_retries=False, experts=None, unchecked='', phases=(), limiting='', most_utilization=None, "
+    "engine=None)",
     "lr_factor": "(rule, batch, start, noise=None, exponent=0.5)",
     "Outcome": "(loss, weight, gradient_norm, micro_batch, retried, allocation_retries, overflow, noise)",
     "Moment": "(samples, epochs, start, current, lr_factor=1.0, noise=None)",
@@ -447,7 +448,7 @@ def test_in_a_plan_autocast_is_refused_but_where_checkpointing_sets_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.autocast, "__init__", torch.autocast.__init__)
-    planning._refuse_autocast()
+    model_steps._refuse_autocast()
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=False, cache_enabled=True):
         pass
     with pytest.raises(NoPrediction, match="cannot be traced"):
