@@ -187,7 +187,7 @@ def traced(name: str, length: int, checkpointed: bool, accumulation: int) -> lis
         assumptions=(),
     )
     steps = StepsOfModel(question)
-    found = [steps.step(rows, 1).operations for rows in (FEW, MANY)]
+    found = [steps.step(rows).operations for rows in (FEW, MANY)]
     return [packed_up(step) for step in found if step is not None]
 
 

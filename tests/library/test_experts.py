@@ -63,7 +63,7 @@ def operations(folder: Path, routing: str, implementation: str | None) -> list[O
 
     def traced(_: Any, question: Any, timeout: float) -> planning.Plan:
         steps = model_steps.StepsOfModel(question, routing)
-        taken = steps.step(ROWS, 1).operations
+        taken = steps.step(ROWS).operations
         assert taken is not None
         found.extend(taken.micro_batches[0])
         return planning.Plan(1, 1, 1, {}, 1, ())

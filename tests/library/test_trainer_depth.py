@@ -88,8 +88,8 @@ def traced(question: Any) -> tuple[list[Any], list[int]]:
 
     with mock.patch.object(model_steps, "ModelTracer", Counted):
         steps = model_steps.StepsOfModel(question, EVEN)
-        start_up = steps.start_up(1)
-        found = [start_up.first_step, *(steps.step(rows, 1) for rows in (2, 3))]
+        start_up = steps.start_up
+        found = [start_up.first_step, *(steps.step(rows) for rows in (2, 3))]
     places: list[Any] = [in_any_order(deep_step._of_memory(start_up.set_up, found[0]))]
     for each in found[1:]:
         assert each.operations is not None

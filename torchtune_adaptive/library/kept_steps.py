@@ -50,7 +50,7 @@ class KeptSteps:
 
     def start_up(self, length: int) -> StartUp:
         if "set-up" not in self._steps:
-            start_up = self._traced.start_up(length)
+            start_up = self._traced.start_up
             self._note("set-up", start_up.set_up)
             self._note("first", start_up.first_step)
         return StartUp(self._steps["set-up"], self._steps["first"])
@@ -58,7 +58,7 @@ class KeptSteps:
     def step(self, rows: int, length: int) -> RecordedStep:
         name = _name(TRAINED, rows)
         if name not in self._steps:
-            self._note(name, self._traced.step(rows, length))
+            self._note(name, self._traced.step(rows))
         return self._steps[name]
 
     noted = step

@@ -34,29 +34,18 @@ _AS_WRITTEN = "compile: predicted as if nothing were compiled, which takes more 
 
 
 class StepsOfModel:
-    """The steps of one question with one ``routing`` of experts, each traced once."""
-
-    compiled = False
-    """Whether memory is that of compiled code; it is not, whatever is compiled."""
-    max_seq_len = None
+    """The steps of one question with one ``routing`` of experts, each traced when it is asked for;
+    ``KeptSteps`` keeps them."""
 
     def __init__(self, question: StepQuestion, routing: str = EVEN) -> None:
         self._tracer = AnyDepth(
             lambda shorten: ModelTracer(question, shorten, routing),
             lambda tracer: tracer.take_step(TracedRun.ROWS[0]),
         )
-        self._start_up = self._tracer.start_up()
-        self._known: dict[int, RecordedStep] = {}
+        self.start_up: StartUp = self._tracer.start_up()
 
-    def start_up(self, length: int) -> StartUp:
-        return self._start_up
-
-    def step(self, rows: int, length: int) -> RecordedStep:
-        if rows not in self._known:
-            self._known[rows] = self._tracer.step(lambda tracer: tracer.take_step(rows))
-        return self._known[rows]
-
-    noted = step
+    def step(self, rows: int) -> RecordedStep:
+        return self._tracer.step(lambda tracer: tracer.take_step(rows))
 
     def of_phase(self, take: Callable[[ModelTracer], RecordedStep]) -> RecordedStep:
         """What is done between two steps, as a tracer takes it."""
@@ -65,12 +54,6 @@ class StepsOfModel:
     def number(self, of: Callable[[ModelTracer], int]) -> int:
         """A number that is linear in the number of layers."""
         return self._tracer.number(of)
-
-    def known(self) -> dict[tuple[int, int], RecordedStep]:
-        return {}  # all rows are as long
-
-    def known_first(self) -> dict[tuple[int, int], StartUp]:
-        return {}
 
     @property
     def has_experts(self) -> bool:

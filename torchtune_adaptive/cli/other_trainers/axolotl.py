@@ -331,8 +331,8 @@ def _read_liger(values: Mapping[str, Any], has_plugin: bool, reading: FileReadin
             f"{', '.join(on)}: not planned, because plugins has no LigerPlugin, which reads them"
         )
     elif on:
-        switches = {kernel: key in on for key, kernels in _LIGER.items() for kernel in kernels}
-        switches |= {kernel: True for key in on for kernel in _LIGER[key]}
+        chosen = {kernel for key in on for kernel in _LIGER[key]}
+        switches = {kernel: kernel in chosen for kernels in _LIGER.values() for kernel in kernels}
         reading.settings |= {"use_liger_kernel": True, "liger_kernel_config": switches}
 
 
