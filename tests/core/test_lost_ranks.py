@@ -126,6 +126,40 @@ def save_and_be_stopped() -> None:
         ranks.any(False)
 
 
+def be_stopped_before_saving(victim: int) -> None:
+    """The other rank waits for it in an activity that may take any time."""
+    ranks = Ranks(timeout=20 * LIMIT)
+    watchdog = Watchdog(ranks, limit=LIMIT)
+    with watchdog:
+        watchdog.enter("step 4", patience=LIMIT)
+        time.sleep(LIMIT / 5)  # both have heard each other
+        ranks.any(False)
+        if ranks.rank == victim:
+            FATES["stopped"]()
+        watchdog.enter("saving", patience=None)
+        ranks.any(False)
+
+
+def hold_the_lock_beside_one_that_trains(holder: int) -> str:
+    """For several times the limit, with moments in which another thread of that rank may run."""
+    ranks = Ranks(timeout=20 * LIMIT)
+    watchdog = Watchdog(ranks, limit=LIMIT)
+    with watchdog:
+        watchdog.enter("step 4", patience=10 * LIMIT)
+        ranks.any(False)
+        time.sleep(LIMIT / 5)  # its last sign, as the holder has read it, is from step 4
+        if ranks.rank == holder:
+            watchdog.enter("saving", patience=None)
+            for _ in range(3):
+                ctypes.PyDLL(None).usleep(int(1.2e6 * LIMIT))
+                time.sleep(1e-4)
+        else:
+            time.sleep(4 * LIMIT)
+            watchdog.enter("saving", patience=None)
+        ranks.any(False)
+    return "done"
+
+
 def wait_in_native_code() -> None:
     """As for a device: neither a signal's handler nor an exception of a collective gets through."""
     library = ctypes.CDLL(None)
@@ -174,17 +208,21 @@ def be_stopped_when_contact_is_lost() -> None:
         ranks.any(False)
 
 
-RUNS: dict[str, tuple[Callable[..., Any], list[str], list[int]]] = {
+RUNS: dict[str, tuple[Callable[..., Any], list[Any], list[int]]] = {
     "killed": (search_until, ["killed"], [0]),
     "stopped": (search_until, ["stopped"], [0]),
     "hangs": (search_until, ["hangs"], [0]),
     "bug": (search_until, ["bug"], [0, 1]),
     "stopped after saving": (save_and_be_stopped, [], [0]),
+    "rank 0 stopped before saving": (be_stopped_before_saving, [0], [1]),
+    "rank 1 stopped before saving": (be_stopped_before_saving, [1], [0]),
     "stop requested, killed": (stop_beside_a_silent_rank, ["killed"], [0]),
     "stop requested, stopped": (stop_beside_a_silent_rank, ["stopped"], [0]),
     "stop requested, no contact": (be_stopped_when_contact_is_lost, [], [0]),
     "unwatched": (leave_a_rank_alone, [], [0, 1]),
     "slow but alive": (slow_but_alive, [], [0, 1]),
+    "rank 0 holds the lock": (hold_the_lock_beside_one_that_trains, [0], [0, 1]),
+    "rank 1 holds the lock": (hold_the_lock_beside_one_that_trains, [1], [0, 1]),
 }
 """What two ranks run, its arguments, and which of the ranks must exit."""
 
@@ -218,6 +256,16 @@ def test_a_rank_that_is_silent_just_after_it_saved_is_not_given_the_time_to_save
     assert survivor.exit_code == EXIT_CODE, survivor.said
     assert f"rank {VICTIM} has sent no sign of life" in survivor.said
     assert "its last sign came from 'step 4'" in survivor.said
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_silent_just_before_it_saves_is_not_given_the_time_to_save(
+    victim: int, ended: dict[str, Future[list[Ended]]]
+) -> None:
+    survivor = ended[f"rank {victim} stopped before saving"].result()[1 - victim]
+    assert survivor.exit_code == EXIT_CODE, survivor.said
+    assert f"rank {victim} has sent no sign of life" in survivor.said
+    assert "waits for it in 'saving'; its last sign came from 'step 4'" in survivor.said
 
 
 @pytest.mark.parametrize("fate", ["killed", "stopped"])
@@ -264,6 +312,9 @@ def test_where_nobody_watches_the_others_refer_to_the_rank_that_ended(
     assert "RankLost: another rank ended while this rank was in 'step 3'" in survivor.said
 
 
-def test_patience_where_patience_is_due(ended: dict[str, Future[list[Ended]]]) -> None:
-    for rank in ended["slow but alive"].result():
+@pytest.mark.parametrize(
+    "run", ["slow but alive", "rank 0 holds the lock", "rank 1 holds the lock"]
+)
+def test_patience_where_patience_is_due(run: str, ended: dict[str, Future[list[Ended]]]) -> None:
+    for rank in ended[run].result():
         assert rank.exit_code == 0, rank.said

@@ -49,20 +49,22 @@ def test_no_rank_hangs_in_an_activity_without_patience() -> None:
     assert verdict(own=replace(OWN, patience=None), moved=1.0, progress=49) is None
 
 
-@pytest.mark.parametrize("without_patience", ["its activity", "this rank's activity"])
-def test_silence_in_an_activity_without_patience_is_bounded_but_long(without_patience: str) -> None:
-    """A rank that saves may hold the interpreter's lock, and its last sign may be of the activity before."""
-    own = replace(OWN, patience=None) if without_patience == "this rank's activity" else OWN
-    patience = None if without_patience == "its activity" else 45.0
+def test_silence_in_an_activity_without_patience_is_bounded_but_long() -> None:
+    """A rank that saves may hold the interpreter's lock."""
     now = 10_000.0
 
     def at(heard: float) -> str | None:
-        sign = replace(HEALTHY, patience=patience, heard=heard, moved=heard)
-        return lost_rank(own, {3: sign}, now, limit=45)
+        sign = replace(HEALTHY, patience=None, heard=heard, moved=heard)
+        return lost_rank(OWN, {3: sign}, now, limit=45)
 
     assert at(now - 300.0) is None, "a shard of 5 GB on a slow disk"
     assert at(now - LONGEST_SILENCE + 1) is None
     assert "rank 3 has sent no sign of life" in str(at(now - LONGEST_SILENCE - 1))
+
+
+def test_a_silent_rank_is_lost_as_soon_where_this_rank_may_take_any_time() -> None:
+    """It has not begun to save, and those that have wait for it."""
+    assert "rank 3 has sent" in str(verdict(own=replace(OWN, patience=None), heard=50.0))
 
 
 def test_a_rank_that_ended_says_why() -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -145,12 +146,14 @@ class Copies:
 
     def _copy(self, copy: Path, half_written: Path | None) -> None:
         for _ in range(20):
-            try:
+            before = _listed(self._folder)
+            with suppress(shutil.Error):
                 shutil.copytree(self._folder, copy, symlinks=True)
-                break
-            except shutil.Error:
-                # Another thread's operation had begun: this is no state of any moment.
-                shutil.rmtree(copy)
+                if _listed(self._folder) == before:
+                    break
+            # The operation of another thread or rank had begun, such as a rename that is seen at neither
+            # place: this is no state of any moment.
+            shutil.rmtree(copy)
         else:
             raise AssertionError(f"{self._folder} does not stay as it is for a copy")
         if half_written is not None:
@@ -162,6 +165,17 @@ class Copies:
         self.states.append(state)
         if self.kept.setdefault(state, copy) is not copy:
             shutil.rmtree(copy)
+
+
+def _listed(folder: Path) -> set[tuple[str, int]]:
+    """The paths in a folder, and the files and folders that they lead to."""
+    found = set[tuple[str, int]]()
+    for path, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            with suppress(FileNotFoundError):  # it is missing after that as well
+                each = os.path.join(path, name)
+                found.add((each, os.lstat(each).st_ino))
+    return found
 
 
 def _halve(file: Path) -> None:

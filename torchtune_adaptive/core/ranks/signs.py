@@ -48,16 +48,18 @@ class Sign:
 def lost_rank(own: Sign, others: dict[int, Sign], now: float, limit: float) -> str | None:
     """The sentence to stop with, or None while all is well.
 
-    A rank is lost when it is silent for ``limit`` seconds, or for ``LONGEST_SILENCE`` if its activity or this
-    rank's has no patience: the last sign of a rank that is silent may be from the activity before.
+    A rank is lost when it is silent for ``limit`` seconds, or for ``LONGEST_SILENCE`` if its activity has no
+    patience. Whether this rank's has does not matter: one that does not arrive in a save is waited for there.
+
+    Args:
+        now: a time at which nothing newer was to be read than ``others``, on the clock of their ``heard``.
     """
     for rank, sign in sorted(others.items()):
         if sign.stopped:
             if sign.stopped != DONE:
                 return f"rank {rank} stopped in '{sign.activity}': {sign.stopped}"
             continue
-        may_take_long = sign.patience is None or own.patience is None
-        if now - sign.heard > (max(limit, LONGEST_SILENCE) if may_take_long else limit):
+        if now - sign.heard > (max(limit, LONGEST_SILENCE) if sign.patience is None else limit):
             return (
                 f"rank {rank} has sent no sign of life for {now - sign.heard:.0f} s, and this rank waits "
                 f"for it in '{own.activity}'; its last sign came from '{sign.activity}'"

@@ -47,19 +47,21 @@ class Star:
         self._raw: dict[int, bytes] = {}
         self.signs: dict[int, Sign] = {}
         """The signs that this rank reads itself: on rank 0 those of all others, elsewhere rank 0's."""
+        self.read = self._clock()
+        """When it last began to read them: nothing newer was to be read then. Later something may have been,
+        if the interpreter's lock was held since."""
         self._suspects: dict[int, Sign] = {}
-        self._swept = 0.0  # when rank 0 last read all signs, on its clock
+        self._passed_on = self._suspects, self.read  # on rank 0, at once: any thread may publish
         self._publishing = threading.Lock()
         self._warned = False
 
     def publish(self) -> None:
         """Write this rank's sign; any thread may do so."""
         with self._publishing:  # or an older sign could replace a newer one
-            sign = self._own()
-            if self._rank == 0:
-                # Ages as they were when it last read: since then it cannot know.
-                sign = replace(sign, suspects=self._suspects)
-            self._store.set(_key_of(self._rank), sealed(sign, self._rank, self._key, self._swept))
+            # Ages as they were when rank 0 last read: since then it cannot know.
+            passed_on, read = self._passed_on
+            sign = replace(self._own(), suspects=passed_on)
+            self._store.set(_key_of(self._rank), sealed(sign, self._rank, self._key, read))
 
     def exchange(self) -> dict[int, Sign]:
         """Publish this rank's sign, read what it is to read, and return the signs to judge by now.
@@ -72,8 +74,8 @@ class Star:
             self.signs = dict.fromkeys(self._sources, replace(self._own(), heard=now, moved=now))
         if self._rank == 0:
             self._listen()
-            self._suspects = suspects(self.signs, self._clock())
-            self._swept = self._clock()
+            self._suspects = suspects(self.signs, self.read)
+            self._passed_on = self._suspects, self.read
             self.publish()
             return self._suspects
         self.publish()
@@ -95,19 +97,19 @@ class Star:
 
     def _listen(self) -> bool:
         """Read the signs of this rank's sources; whether any of them is new."""
-        news = False
+        news, began = False, self._clock()
         for start in range(0, len(self._sources), _CHUNK):
             chunk = self._sources[start : start + _CHUNK]
             values = self._store.multi_get([_key_of(rank) for rank in chunk])
-            now = self._clock()
             for rank, raw in zip(chunk, values, strict=True):
                 if raw != self._raw.get(rank):
                     self._raw[rank] = raw
-                    news |= self._hear(rank, raw, now)
+                    news |= self._hear(rank, raw, began)
+        self.read = began
         return news
 
-    def _hear(self, rank: int, raw: bytes, now: float) -> bool:
-        sign = opened(raw, rank, self._key, now)
+    def _hear(self, rank: int, raw: bytes, began: float) -> bool:
+        sign = opened(raw, rank, self._key, began)
         if sign is None:
             if not self._warned:
                 log.warning(
@@ -117,10 +119,9 @@ class Star:
                 )
             self._warned = True
             return False
-        before = self.signs[rank]
-        if before.progress == sign.progress:
-            sign = replace(sign, moved=before.moved)
-        self.signs[rank] = sign
+        before, now = self.signs[rank], self._clock()
+        moved = before.moved if before.progress == sign.progress else now
+        self.signs[rank] = replace(sign, heard=now, moved=moved)
         return True
 
 

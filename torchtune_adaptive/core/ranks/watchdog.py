@@ -205,28 +205,31 @@ class Watchdog:
                 return
             if not self._alarmed and any(sign.alarmed for sign in star.signs.values()):
                 self._alarm()
-            self._judge(others)
+            self._judge(others, star.read)
         self._publish()  # its last sign
 
     def _watch_rank_zero(self, star: Star) -> None:
         """Judge rank 0 by the age of its sign, whatever the other thread waits in.
 
         The store answers no request while its process is stopped, or once its machine is gone. The timeout of
-        requests does not end them then.
+        requests does not end them then. That nothing is read may also be this rank's doing, if it saves and
+        holds the interpreter's lock: so each beat counts as two at most, however long it took.
         """
+        now = time.monotonic()
         while not (self.ranks.is_zero or self._rest()):
-            # Twice: if the interpreter's lock was held for long, the other thread has a beat to read first.
-            if self._verdict(star.signs) is not None and not self._closing.wait(self._beat):
-                self._judge(star.signs)
+            now = min(time.monotonic(), now + 2 * self._beat)
+            # Twice: after the lock was held, the other thread has a beat to read first.
+            if self._verdict(star.signs, now) is not None and not self._closing.wait(self._beat):
+                self._judge(star.signs, now)
 
-    def _judge(self, others: dict[int, Sign]) -> None:
+    def _judge(self, others: dict[int, Sign], now: float) -> None:
         """Stop if one of the others is lost."""
-        verdict = self._verdict(others)
+        verdict = self._verdict(others, now)
         if verdict is None:
             return
         if self.stop_requested():
             silent = self._verdict(
-                {rank: sign for rank, sign in others.items() if not sign.stopped}
+                {rank: sign for rank, sign in others.items() if not sign.stopped}, now
             )
             if silent is not None:
                 self._leave(silent)
@@ -236,13 +239,13 @@ class Watchdog:
         if not self._closing.wait(moment):
             self._stop(verdict)
 
-    def _verdict(self, others: dict[int, Sign]) -> str | None:
+    def _verdict(self, others: dict[int, Sign], now: float) -> str | None:
         limit = self.limit
         if self.stop_requested():
             limit = min(limit, _LIMIT_TO_STOP)
         if self._alarmed:
             limit = min(limit, self._silence)
-        return lost_rank(self._own(), others, time.monotonic(), limit)
+        return lost_rank(self._own(), others, now, limit)
 
     def _publish(self) -> None:
         """This rank's sign, now; whether it arrives is for the thread to notice."""
@@ -270,8 +273,9 @@ class Watchdog:
         )
         assert self._star is not None
         self._alarm()
-        # A rank that saves may hold the interpreter's lock: give that one as long as before the alarm.
-        end = time.monotonic() + (_SILENT_BEATS + 1) * self._healthy_beat + self._detour
+        # A rank that saves may hold the interpreter's lock: give that one as long as before the alarm. What
+        # a lost one wrote last may be read after the alarm, and only then does its silence begin.
+        end = time.monotonic() + (_SILENT_BEATS + 1) * self._healthy_beat + self._silence
         missing = self._star.missing(self._silence)
         while time.monotonic() < end and not any(map(_is_surely_lost, missing.values())):
             self._closing.wait(self._beat)  # meanwhile the thread keeps listening
