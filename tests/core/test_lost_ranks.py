@@ -140,7 +140,7 @@ def be_stopped_before_saving(victim: int) -> None:
         ranks.any(False)
 
 
-def hold_the_lock_beside_one_that_trains(holder: int) -> str:
+def hold_the_lock_beside_one_that_trains(holder: int) -> None:
     """For several times the limit, with moments in which another thread of that rank may run."""
     ranks = Ranks(timeout=20 * LIMIT)
     watchdog = Watchdog(ranks, limit=LIMIT)
@@ -157,7 +157,6 @@ def hold_the_lock_beside_one_that_trains(holder: int) -> str:
             time.sleep(4 * LIMIT)
             watchdog.enter("saving", patience=None)
         ranks.any(False)
-    return "done"
 
 
 def wait_in_native_code() -> None:

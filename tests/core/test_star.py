@@ -135,6 +135,26 @@ def test_ranks_that_rank_0_could_not_hear_for_long_are_not_lost() -> None:
         assert set(fleet.beat(LIMIT).values()) == {None}
 
 
+@pytest.mark.parametrize("holder", ["rank 0", "another rank"])
+def test_nobody_is_silent_while_the_lock_is_held_after_the_store_has_answered(holder: str) -> None:
+    """What was read is then older than it looks, and others have written meanwhile."""
+    fleet, _ = fleet_of(16)
+    held = 0 if holder == "rank 0" else fleet.listeners[0]
+    read = fleet.stores[held].multi_get
+
+    def read_and_wait(keys: list[str]) -> list[bytes]:
+        found = read(keys)
+        fleet.now += 3 * LIMIT
+        return found
+
+    fleet.stores[held].multi_get = read_and_wait  # type: ignore[method-assign]
+    others = fleet.stars[held].exchange()  # nothing new: it reads again what it has read
+    assert fleet.clock(held) - fleet.stars[held].read > LIMIT
+    assert lost_rank(fleet.signs[held], others, fleet.stars[held].read, LIMIT) is None
+    fleet.stores[held].multi_get = read  # type: ignore[method-assign]
+    assert set(fleet.beat(LIMIT).values()) == {None}
+
+
 @pytest.mark.parametrize("stopped", ["", "ValueError: no"])
 def test_ranks_that_are_done_do_not_hide_one_that_is_not(stopped: str) -> None:
     fleet, victim = fleet_of(64)

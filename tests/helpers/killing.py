@@ -168,7 +168,7 @@ class Copies:
 
 
 def _listed(folder: Path) -> set[tuple[str, int]]:
-    """The paths in a folder, and the files and folders that they lead to."""
+    """The paths in a folder, with their inodes."""
     found = set[tuple[str, int]]()
     for path, folders, files in os.walk(folder):
         for name in (*folders, *files):

@@ -89,7 +89,7 @@ class Fleet:
                 self.stars[rank].publish()
                 continue
             others = self.stars[rank].exchange()
-            verdicts[rank] = lost_rank(self.signs[rank], others, self.clock(rank), limit)
+            verdicts[rank] = lost_rank(self.signs[rank], others, self.stars[rank].read, limit)
         return verdicts
 
     def until_named(self, limit: float, within: float) -> dict[int, tuple[float, str]]:

@@ -52,7 +52,7 @@ def lost_rank(own: Sign, others: dict[int, Sign], now: float, limit: float) -> s
     patience. Whether this rank's has does not matter: one that does not arrive in a save is waited for there.
 
     Args:
-        now: a time at which nothing newer was to be read than ``others``, on the clock of their ``heard``.
+        now: a time before which nothing was written that ``others`` lack, on the clock of their ``heard``.
     """
     for rank, sign in sorted(others.items()):
         if sign.stopped:

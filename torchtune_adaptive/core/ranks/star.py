@@ -48,10 +48,11 @@ class Star:
         self.signs: dict[int, Sign] = {}
         """The signs that this rank reads itself: on rank 0 those of all others, elsewhere rank 0's."""
         self.read = self._clock()
-        """When it last began to read them: nothing newer was to be read then. Later something may have been,
-        if the interpreter's lock was held since."""
-        self._suspects: dict[int, Sign] = {}
-        self._passed_on = self._suspects, self.read  # on rank 0, at once: any thread may publish
+        """When it last began to read them: all that was written before is among them. Silence is measured
+        until then, because the interpreter's lock may have been held since."""
+        self._suspects: dict[int, Sign] = {}  # that rank 0 has passed on
+        # On rank 0, the suspects and when it read them: as one value, because any thread may publish.
+        self._passes_on: tuple[dict[int, Sign], float] = {}, self.read
         self._publishing = threading.Lock()
         self._warned = False
 
@@ -59,7 +60,7 @@ class Star:
         """Write this rank's sign; any thread may do so."""
         with self._publishing:  # or an older sign could replace a newer one
             # Ages as they were when rank 0 last read: since then it cannot know.
-            passed_on, read = self._passed_on
+            passed_on, read = self._passes_on
             sign = replace(self._own(), suspects=passed_on)
             self._store.set(_key_of(self._rank), sealed(sign, self._rank, self._key, read))
 
@@ -74,10 +75,10 @@ class Star:
             self.signs = dict.fromkeys(self._sources, replace(self._own(), heard=now, moved=now))
         if self._rank == 0:
             self._listen()
-            self._suspects = suspects(self.signs, self.read)
-            self._passed_on = self._suspects, self.read
+            found = suspects(self.signs, self.read)
+            self._passes_on = found, self.read
             self.publish()
-            return self._suspects
+            return found
         self.publish()
         news = self._listen()
         if news:
