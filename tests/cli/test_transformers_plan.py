@@ -64,6 +64,22 @@ def test_settings_are_the_trainers_own(
     assert "adapters: rank 16, in float32 as PEFT 0.21 has them, on q_proj, v_proj" in said
 
 
+def test_an_estimate_is_shown_while_the_step_is_traced(
+    tmp_path: Path, steps: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path, LLAMA_1B)
+    plan_command(asked(folder, "--gpu", "a100-80gb"))
+    (shown,) = (line for line in capsys.readouterr().err.splitlines() if "Estimate" in line)
+    assert shown.startswith("Estimate by arithmetic (+-10%): about ")
+    assert shown.endswith(" per GPU at per_device_train_batch_size 8; tracing follows")
+    plan_command(asked(folder, "use_liger_kernel=true"))
+    assert "Estimate" not in capsys.readouterr().err
+    found = TransformersStep(folder=str(folder)).plan()
+    monkeypatch.setattr(TransformersStep, "remembered", lambda step, **_: found)
+    plan_command(asked(folder))
+    assert "Estimate" not in capsys.readouterr().err
+
+
 def test_trainers_have_their_own_defaults(tmp_path: Path, steps: Any) -> None:
     folder = written(tmp_path, LLAMA_1B)
     plain = ("--trainer", "Trainer")

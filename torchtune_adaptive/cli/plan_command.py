@@ -19,6 +19,7 @@ from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.hub import instead_of_config
 from torchtune_adaptive.cli.hugging_face import config_for
 from torchtune_adaptive.cli.job import Job, job
+from torchtune_adaptive.cli.margin import estimate_line
 from torchtune_adaptive.cli.page_questions import PageTables, tables_for
 from torchtune_adaptive.cli.plan_page import write_page
 from torchtune_adaptive.cli.plan_plot import draw
@@ -28,12 +29,19 @@ from torchtune_adaptive.cli.plan_report import (
     WhatIfResult,
     as_dict,
     details,
-    estimate_line,
     headline,
 )
 from torchtune_adaptive.cli.what_if import WhatIf, splits, what_ifs
 from torchtune_adaptive.common import AdaptiveBatchingError, ConfigError, NoPrediction
-from torchtune_adaptive.planner import DOES_NOT_FIT, Answer, DeviceLimits, Machine, Pace, gpus
+from torchtune_adaptive.planner import (
+    DOES_NOT_FIT,
+    Answer,
+    DeviceLimits,
+    Machine,
+    Pace,
+    estimate,
+    gpus,
+)
 from torchtune_adaptive.recipe import (
     KNOBS_BY_KEY,
     PlanRequest,
@@ -189,7 +197,8 @@ def _predict(
         configured = answers.ask(predict, query)
         progress.follow(configured, "the first answer")
         if answers.must_trace(configured) and (about := estimated(plan)):
-            progress.estimate(estimate_line(plan, about))
+            where = f"batch_size {about.rows}"
+            progress.estimate(estimate_line(plan.device, about.reserved, estimate.ERROR, where))
         ranked = _ask_for_candidates(plan, arguments.may_change, ask) if fastest else None
         others = [ask(predict, replace(one.query, in_detail=in_detail)) for one in alternatives]
         progress.wait(configured)

@@ -27,10 +27,13 @@ class Interrupted(Exception):
         super().__init__(f"Interrupted. Not finished: {', '.join(left)}.")
 
 
-def with_progress(work: Callable[[], T]) -> T:
-    """Call a function that takes seconds, and keep saying that tracing goes on."""
+def with_progress(work: Callable[[], T], estimate: str = "") -> T:
+    """Call a function that takes seconds, and keep saying that tracing goes on, after an estimate if there is
+    one."""
     done: Future[None] = Future()
     with TraceProgress(1) as progress:
+        if estimate:
+            progress.estimate(estimate)
         progress.follow(done)
         threading.Thread(target=progress.wait, daemon=True).start()
         try:

@@ -17,7 +17,7 @@ from torchtune_adaptive.cli.speed_report import (
     speed_blocks,
 )
 from torchtune_adaptive.common import Block, Listing, Paragraph, Table, human_bytes
-from torchtune_adaptive.planner import DOES_NOT_FIT, Answer, Peak, estimate
+from torchtune_adaptive.planner import DOES_NOT_FIT, Answer, Peak
 from torchtune_adaptive.recipe import TOKENS, LengthLimits, PlanRequest, Prediction
 
 _WHERE = {"forward": "forward pass", "backward": "backward pass", "optimizer step": "optimizer"}
@@ -78,14 +78,6 @@ class PlanReport:
 def worst(verdicts: Sequence[str]) -> str:
     """The worst of some verdicts."""
     return next(v for v in (DOES_NOT_FIT, "UNCERTAIN", "FITS") if v in verdicts)
-
-
-def estimate_line(plan: PlanRequest, about: Peak) -> str:
-    """The line that is shown until the first answer is there."""
-    return (
-        f"Estimate by arithmetic (+-{100 * estimate.ERROR:.0f}%): about {human_bytes(about.reserved)} of "
-        f"{human_bytes(plan.device.usable_bytes)} per GPU at batch_size {about.rows}; tracing follows"
-    )
 
 
 def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[Block]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from torchtune_adaptive.cli.hugging_face import Method, read_config
-from torchtune_adaptive.cli.margin import caution, caution_of_retries, peak_of
+from torchtune_adaptive.cli.margin import caution, caution_of_retries, estimate_line, peak_of
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile
 from torchtune_adaptive.cli.plan_progress import with_progress
 from torchtune_adaptive.cli.trainer_file_report import advice, subject
@@ -59,7 +59,10 @@ def plan_transformers(
     step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
     # Not by the capacity: vLLM takes its share of the whole card.
     asked: dict[str, Any] = {"gpu": kind.name, "memory": memory, "headroom": _HEADROOM}
-    plan = step.remembered(**asked) or with_progress(lambda: step.plan(**asked))
+    plan = step.remembered(**asked)
+    if plan is None:
+        estimate = _estimate(step, device, file)
+        plan = with_progress(lambda: step.plan(**asked), estimate)
     hints = () if step.packing else ("padded=True or False says whether rows are padded",)
     told = (*arguments.hf.about, *(file.notes if file else hints), *assumptions)
     told += (plan.unchecked,) * bool(plan.unchecked)
@@ -73,6 +76,19 @@ def plan_transformers(
     else:
         print(arguments.render(blocks), end="")
     return verdict
+
+
+def _estimate(step: TransformersStep, device: DeviceLimits, file: TrainerFile | None) -> str:
+    """The line that is shown while the step is traced, if there is one."""
+    if (about := step.estimated()) is None:
+        return ""
+    where = f"{_rows_key(file)} {step.per_device_train_batch_size}"
+    return estimate_line(device, about, step.ESTIMATE_ERROR, where)
+
+
+def _rows_key(file: TrainerFile | None) -> str:
+    """The key of the micro-batch, in the words of the trainer's file."""
+    return file.trainer.rows if file else "per_device_train_batch_size"
 
 
 def _answered(
@@ -166,8 +182,7 @@ def _blocks(
     devices = f"{step.ranks}{' x' * (step.ranks > 1)} {device.name}"
     rows_of = f"{'pairs of ' * step.has_pairs}rows of {step.max_length} tokens"
     lines = [
-        f"{file.trainer.rows if file else 'per_device_train_batch_size'} {plan.rows}: {verdict}, "
-        f"peak {peak}. {largest}",
+        f"{_rows_key(file)} {plan.rows}: {verdict}, peak {peak}. {largest}",
         f"{subject(file) if file else step.trainer} on {devices}, {rows_of}",
     ]
     if plan.with_retries:

@@ -11,8 +11,8 @@ IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 """Ways in which transformers computes experts without other packages."""
 ALL_LINEAR, LINEAR_LAYERS = "all-linear", "linear-layers"
 """What stands for all linear layers but the head: for PEFT, those of transformers 4 are among them."""
-TILE_TOKENS = 4096
-"""Tokens in a tile of TRL's head."""
+TILE_TOKENS, TILE_COLUMNS = 4096, 32768
+"""Tokens and logits of each in a tile of TRL's head."""
 _BITSANDBYTES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", *_BITSANDBYTES, "adafactor", "sgd")
 """The names of optimizers that can be planned; the first is what transformers takes with torch 2.8 and

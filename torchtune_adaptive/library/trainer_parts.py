@@ -23,7 +23,12 @@ from torchtune_adaptive.library.expert_adapters import (
 )
 from torchtune_adaptive.library.four_bit import FourBitLinear
 from torchtune_adaptive.library.private import tree_map_only
-from torchtune_adaptive.library.step_choices import ALL_LINEAR, LINEAR_LAYERS, TILE_TOKENS
+from torchtune_adaptive.library.step_choices import (
+    ALL_LINEAR,
+    LINEAR_LAYERS,
+    TILE_COLUMNS,
+    TILE_TOKENS,
+)
 
 
 class Traceable(TorchFunctionMode):
@@ -228,7 +233,7 @@ class TiledLogProbs(torch.autograd.Function):
     place. On a CPU, operations of torch do, and hold so many bytes for each logit of the tile at most.
     """
 
-    TOKENS, COLUMNS = TILE_TOKENS, 32768
+    TOKENS, COLUMNS = TILE_TOKENS, TILE_COLUMNS
     FORWARD, BACKWARD = 12, 29
 
     @staticmethod
