@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         plan_batch_size,
         steps_of,
     )
+    from torchtune_adaptive.planner import Machine
     from torchtune_adaptive.schedule import Moment, Schedule
 else:
     __getattr__, __dir__, __all__ = interface(__name__)

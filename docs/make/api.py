@@ -33,6 +33,8 @@ _ORDER = (
     "RolloutsPlan",
 )
 """The names that come first; the rest follows in alphabetical order."""
+_ONLY_MADE = ("Machine",)
+"""Names of what is only passed on, whose methods are for those who are given it."""
 
 
 def page() -> str:
@@ -48,7 +50,8 @@ def _entry(name: str) -> str:
         parts.insert(1, _signature(name, public))
     if inspect.isclass(public):
         parts += [f"- `{field}`: {text}" for field, text in _fields(public)]
-        parts += [_method(name, method) for method in _methods(public)]
+        if name not in _ONLY_MADE:
+            parts += [_method(name, method) for method in _methods(public)]
     return "\n".join(parts) + "\n"
 
 

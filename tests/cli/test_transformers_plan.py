@@ -13,8 +13,9 @@ from tests.helpers.hugging_face import LLAMA_1B, written
 from torchtune_adaptive.cli import plan_command as plan_module
 from torchtune_adaptive.cli.plan_options import add_arguments, parsed, plan_command
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.library import Plan, TransformersStep, transformers_step
+from torchtune_adaptive.library import Plan, Speed, TransformersStep, transformers_step
 from torchtune_adaptive.library.planning import ExpertsPlan, RoutedPlan
+from torchtune_adaptive.planner import Machine
 from torchtune_adaptive.recipe import PlanRequest
 
 GIB = 1 << 30
@@ -78,6 +79,41 @@ def test_an_estimate_is_shown_while_the_step_is_traced(
     monkeypatch.setattr(TransformersStep, "remembered", lambda step, **_: found)
     plan_command(asked(folder))
     assert "Estimate" not in capsys.readouterr().err
+
+
+def test_speed_hours_and_other_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = {}
+
+    def remembered(step: TransformersStep, gpu: str, machine: Machine, **_: Any) -> Plan:
+        machines[gpu] = machine
+        known = {"a100-80gb": 1000.0, "h100-80gb": 2500.0}
+        parts = {"gemm": 0.75, "memory": 0.25}
+        speed = Speed(2.0, known[gpu], 0.4, parts, 0.2, (-0.3, 0.05)) if gpu in known else None
+        lines = ("power: 300 W",) if speed else ()
+        return Plan(24, 8, 20 * GIB, {}, 70 * GIB, lines, speed)
+
+    monkeypatch.setattr(TransformersStep, "remembered", remembered)
+    folder = written(tmp_path, LLAMA_1B)
+    words = ["--gpu", "a100-80gb", "--power", "300W", "--tokens", "36M", "--price", "1,2,0.5"]
+    words += ["--compare", "a100-80gb,h100-80gb,t4"]
+    assert plan_command(asked(folder, *words)) == 0
+    told, other = machines["a100-80gb"], machines["h100-80gb"]
+    assert (told.power, other.power) == (300, None), "another GPU has the power of its own"
+    said = capsys.readouterr().out
+    assert (
+        "Speed at per_device_train_batch_size 8: 1,000 tokens/s per GPU (-30% to +5%), MFU" in said
+    )
+    assert "36M tokens take 10 hours, and cost 10.00 (at 1.00 for a GPU hour)" in said
+    assert "matrix products          75.0%   1.5 s" in said and "power: 300 W" in said
+    rows = [line.split() for line in said.splitlines()]
+    of_gpu = {row[0]: row for row in rows[-5:] if row}
+    assert of_gpu["h100-80gb"][-3:] == ["40%", "4", "8"] and of_gpu["t4-16gb"][1] == "DOES"
+    assert plan_command(asked(folder, *words, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["hours"], found["cost"], found["speed"]["mfu"]) == (10, 10, 0.4)
+    assert [one["speed"] is None for one in found["compared"]] == [False, False, True]
 
 
 def test_trainers_have_their_own_defaults(tmp_path: Path, steps: Any) -> None:
@@ -148,7 +184,8 @@ def test_experts_have_settings(tmp_path: Path, steps: Any) -> None:
         (["trainer=DPOTrainer"], "'trainer=DPOTrainer' is not a setting of this step"),
         (["--method", "qlora", "fsdp=true"], "sharded weights of 4 bits"),
         (["--fastest"], "--fastest: True is not for this step"),
-        (["--tokens", "5M"], "--tokens: '5M' is not for this step"),
+        (["--trainer", "GRPOTrainer", "--tokens", "5M"], "--tokens: '5M' is not for this step"),
+        (["--compare", "h100-80gb,nothing"], "--compare: 'nothing' "),
     ],
 )
 def test_what_cannot_be_answered(

@@ -47,7 +47,8 @@ SIGNATURES = {
     "AdaptiveStep.checkpoint_layers": "(self, checkpointed)",
     "plan_batch_size": "(build, *, optimizer, forward, worst_case, gpu='h100-80gb', memory=None, ranks=1, "
     "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, "
-    "length=1, timeout=600.0)",
+    "length=1, machine=None, timeout=600.0)",
+    "Machine": "(power=None, links=None, network=None, gpus_in_a_node=None)",
     "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None, allocated=0, "
     "with_retries=False, experts=None, unchecked='')",
     "steps_of": "(data, rows=None, *, global_rows=None, epoch=0, shuffle=True, seed=0, start=0, mesh=None)",

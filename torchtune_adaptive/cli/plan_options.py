@@ -186,7 +186,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
     of_others = file is not None or arguments.trainer != "torchtune"
     if of_others:
-        refuse_unused_options(arguments)
+        refuse_unused_options(arguments, file)
     if file and file.settings.get("fsdp") and ranks == 1:
         reason = "shares the weights among GPUs, and one is planned"
         remedy = "Say how many: --gpu 2x4090, or --nproc"
@@ -198,7 +198,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         remedy = "Give the model by it: ORG/NAME of the Hub, or a folder"
         raise ConfigError("--trainer", arguments.trainer, "is for --hf", remedy)
     if of_others:
-        return EXIT_STATUS[plan_transformers(arguments, ranks, gpu, memory, file)]
+        return EXIT_STATUS[plan_transformers(arguments, ranks, gpu, memory, machine, file)]
     require_recipes("plan without --hf MODEL --trainer SFTTrainer")
     from torchtune_adaptive.cli.plan_command import plan_config
 

@@ -11,6 +11,7 @@ from torchtune_adaptive.cli.job import Job
 from torchtune_adaptive.cli.margin import cautions, peak_of
 from torchtune_adaptive.cli.rollout_report import memory_rows, rollout_blocks
 from torchtune_adaptive.cli.speed_report import (
+    DeviceAnswer,
     compare_table,
     machine_as_dict,
     speed_as_dict,
@@ -155,7 +156,8 @@ def details(report: PlanReport) -> list[Block]:
     if report.fastest is not None:
         blocks += fastest_blocks(report.fastest)
     if report.compared:
-        blocks.append(compare_table(report.compared, report.plan.ranks, report.job))
+        compared = [DeviceAnswer.of(one) for one in report.compared]
+        blocks.append(compare_table(compared, report.plan.ranks, report.job))
     if report.outcomes:
         blocks += [_limits_table(report), *_what_ifs(report)]
     elif report.verdict == DOES_NOT_FIT and not (report.fastest or report.found.rollout):

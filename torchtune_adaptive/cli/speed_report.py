@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtune_adaptive.cli.job import TOKENS_IN, Job
 from torchtune_adaptive.common import Block, Paragraph, Table, counted, human_bytes
-from torchtune_adaptive.planner import Answer, Speed
-from torchtune_adaptive.recipe import PlanRequest
+from torchtune_adaptive.planner import DOES_NOT_FIT, Answer, DeviceLimits, Speed
+
+if TYPE_CHECKING:
+    from torchtune_adaptive.recipe import PlanRequest
 
 _SMALL = 0.005
 """Share of a step's time below which a part is not listed."""
 
 
-def speed_blocks(speed: Speed, rows: int, ranks: int, job: Job, fits: bool = True) -> list[Block]:
-    """The speed of a config, and where the time goes; what does not fit takes no hours and has no cost."""
+@dataclass(frozen=True)
+class DeviceAnswer:
+    """The answer for one device of several."""
+
+    device: DeviceLimits
+    verdict: str
+    rows: int
+    peak: int
+    largest: int
+    speed: Speed | None
+
+    @classmethod
+    def of(cls, answer: Answer) -> DeviceAnswer:
+        peak = answer.peak
+        found = answer.verdict, peak.rows, peak.reserved, answer.largest
+        return cls(answer.device, *found, answer.speed)
+
+
+def speed_blocks(
+    speed: Speed, rows: int, ranks: int, job: Job, fits: bool = True, where: str = "batch_size"
+) -> list[Block]:
+    """The speed of a config, and where the time goes; what does not fit takes no hours and has no cost.
+    ``where`` names the key of the micro-batch."""
     each = speed.tokens_per_second_per_gpu
     in_all = f", {each * ranks:,.0f} in all" if ranks > 1 else ""
     condition = "" if fits else ", if it fitted"
     lines = [
-        f"Speed at batch_size {rows}{condition}: {each:,.0f} tokens/s per GPU ({band_text(speed)}){in_all}, "
+        f"Speed at {where} {rows}{condition}: {each:,.0f} tokens/s per GPU ({band_text(speed)}){in_all}, "
         f"MFU {speed.mfu:.0%}; a step takes {human_seconds(speed.seconds)}."
     ]
     if speed.attention_decides:
@@ -33,7 +56,7 @@ def speed_blocks(speed: Speed, rows: int, ranks: int, job: Job, fits: bool = Tru
     if fits:
         lines += cost_lines(speed, ranks, job)
     elif job.tokens is not None:
-        lines.append(f"No hours and no cost, because batch_size {rows} does not fit.")
+        lines.append(f"No hours and no cost, because {where} {rows} does not fit.")
     shares = sorted(speed.named_parts().items(), key=lambda part: -part[1])
     shares.append(("of this, computed again", speed.recomputing))
     parts = [
@@ -67,18 +90,19 @@ def cost_lines(speed: Speed, ranks: int, job: Job) -> list[str]:
     ]
 
 
-def compare_table(devices: Sequence[Answer], ranks: int, job: Job) -> Table:
+def compare_table(devices: Sequence[DeviceAnswer], ranks: int, job: Job) -> Table:
     """The config on several devices; speed, hours and cost only where it fits."""
-    (rows,) = {one.peak.rows for one in devices}
+    (rows,) = {one.rows for one in devices}
     header = ["device", "verdict", "peak", "largest", f"tokens/s at {counted(rows, 'row')}", "MFU"]
     if job.tokens is not None:
         header += ["hours", *(["cost"] if job.compared else [])]
     lines = []
     for one, price in zip_longest(devices, job.compared):
-        peak, largest = human_bytes(one.peak.reserved), str(one.largest or "none")
+        fits = one.verdict != DOES_NOT_FIT
+        peak, largest = human_bytes(one.peak), str(one.largest or "none")
         row = [one.device.name, one.verdict, peak, largest]
-        if not one.fits or one.speed is None:
-            row += ["unknown" if one.fits else "", *[""] * (len(header) - 5)]
+        if not fits or one.speed is None:
+            row += ["unknown" if fits else "", *[""] * (len(header) - 5)]
         else:
             band = f"{one.speed.tokens_per_second_per_gpu:,.0f} ({band_text(one.speed)})"
             costs = job.hours(one.speed, ranks), job.cost(one.speed, ranks, price)

@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from torchtune_adaptive.cli.hugging_face import Method, read_config
+from torchtune_adaptive.cli.job import Job, job
 from torchtune_adaptive.cli.margin import caution, caution_of_retries, estimate_line, peak_of
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile
 from torchtune_adaptive.cli.plan_progress import with_progress
+from torchtune_adaptive.cli.speed_report import (
+    DeviceAnswer,
+    compare_table,
+    speed_as_dict,
+    speed_blocks,
+)
 from torchtune_adaptive.cli.trainer_file_report import advice, subject
 from torchtune_adaptive.cli.transformers_rollouts_report import rollouts_blocks, verdict_of
 from torchtune_adaptive.common import (
@@ -25,7 +32,7 @@ from torchtune_adaptive.common import (
     Table,
     human_bytes,
 )
-from torchtune_adaptive.planner import DeviceLimits, gpus, planned_gpu
+from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Machine, gpus, planned_gpu
 
 if TYPE_CHECKING:
     from torchtune_adaptive.library import Plan, TransformersStep
@@ -35,8 +42,10 @@ GENERATING = ("GRPOTrainer", "RLOOTrainer")
 _HEADROOM = 0.05
 _NOT_SETTINGS = ("folder", "load_in_4bit", "lora", "ranks", "trainer")
 """Fields of a step that options give."""
-_UNUSED = ("compare", "plot", "html", "fastest", "may_change", "tokens", "price")
-"""Options to which this step has no answer."""
+_UNUSED = ("plot", "html", "fastest", "may_change")
+"""Options to which these steps have no answer."""
+_OF_SPEED = ("compare", "tokens", "price")
+"""Options to which those that have no speed have none, either."""
 
 
 def plan_transformers(
@@ -44,6 +53,7 @@ def plan_transformers(
     ranks: int,
     gpu: str | None,
     memory: int | None,
+    machine: Machine,
     file: TrainerFile | None = None,
 ) -> str:
     """Print a prediction, of the step that options describe or a trainer's file; returns its verdict.
@@ -57,25 +67,55 @@ def plan_transformers(
     device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
 
     step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
+    names = [name.strip() for name in (arguments.compare or "").split(",") if name.strip()]
+    others = [gpus.gpu(name, "--compare") for name in names]
+    asked_job = job(arguments.tokens, arguments.price, kind.name, names)
     # Not by the capacity: vLLM takes its share of the whole card.
-    asked: dict[str, Any] = {"gpu": kind.name, "memory": memory, "headroom": _HEADROOM}
-    plan = step.remembered(**asked)
-    if plan is None:
-        estimate = _estimate(step, device, file)
-        plan = with_progress(lambda: step.plan(**asked), estimate)
+    plan = _plan(step, kind, memory, machine, _estimate(step, device, file))
     hints = () if step.packing else ("padded=True or False says whether rows are padded",)
-    told = (*arguments.hf.about, *(file.notes if file else hints), *assumptions)
+    told = (*arguments.hf.about, *(file.notes if file else hints))
+    told += plan.assumptions if plan.speed else assumptions
     told += (plan.unchecked,) * bool(plan.unchecked)
     plan = replace(plan, assumptions=(*step.about(), *told))
-    verdict, blocks = _answered(plan, step, device, file)
+    verdict, blocks = _answered(plan, step, device, file, asked_job)
+    compared = [
+        _on(one, step, machine if one == kind else machine.for_other_gpus) for one in others
+    ]
+    if compared:
+        blocks.append(compare_table(compared, ranks, asked_job))
     if arguments.json:
         about = {"verdict": verdict, "device": asdict(device), "step": asdict(step)}
         if file:
             about["file"] = {"path": str(file.path), "trainer": file.trainer.name}
-        print(json.dumps({**about, **asdict(plan)}, indent=1))
+        fits = verdict != DOES_NOT_FIT
+        about |= speed_as_dict(plan.speed, ranks, asked_job, fits)
+        others_found = [asdict(one) for one in compared]
+        print(json.dumps({**about, **asdict(plan), "compared": others_found}, indent=1))
     else:
         print(arguments.render(blocks), end="")
     return verdict
+
+
+def _plan(
+    step: TransformersStep,
+    kind: gpus.Gpu,
+    memory: int | None,
+    machine: Machine,
+    estimate: str = "",
+) -> Plan:
+    """The plan for a kind of GPU; remembered, or traced while the user sees the estimate."""
+    asked: dict[str, Any] = {"gpu": kind.name, "memory": memory, "headroom": _HEADROOM}
+    asked["machine"] = machine
+    plan = step.remembered(**asked)
+    return plan or with_progress(lambda: step.plan(**asked), estimate)
+
+
+def _on(kind: gpus.Gpu, step: TransformersStep, machine: Machine) -> DeviceAnswer:
+    """The answer for another GPU."""
+    plan = _plan(step, kind, None, machine)
+    device, _ = planned_gpu(kind, step.ranks, _HEADROOM)
+    found = plan.rows, plan.peak, plan.largest
+    return DeviceAnswer(device, _verdict(plan, device), *found, plan.speed)
 
 
 def _estimate(step: TransformersStep, device: DeviceLimits, file: TrainerFile | None) -> str:
@@ -91,8 +131,16 @@ def _rows_key(file: TrainerFile | None) -> str:
     return file.trainer.rows if file else "per_device_train_batch_size"
 
 
+def _verdict(plan: Plan, device: DeviceLimits) -> str:
+    return "UNCERTAIN" if plan.with_retries else device.verdict(plan.peak)
+
+
 def _answered(
-    plan: Plan, step: TransformersStep, device: DeviceLimits, file: TrainerFile | None
+    plan: Plan,
+    step: TransformersStep,
+    device: DeviceLimits,
+    file: TrainerFile | None,
+    asked_job: Job,
 ) -> tuple[str, list[Block]]:
     """The verdict and the answer."""
     from torchtune_adaptive.library import RolloutsPlan, TransformersRollouts
@@ -100,17 +148,18 @@ def _answered(
     if isinstance(plan, RolloutsPlan) and isinstance(step, TransformersRollouts):
         verdict = verdict_of(plan, device)
         return verdict, rollouts_blocks(plan, step, device, verdict, file)
-    verdict = "UNCERTAIN" if plan.with_retries else device.verdict(plan.peak)
-    return verdict, _blocks(plan, step, device, verdict, file)
+    verdict = _verdict(plan, device)
+    return verdict, _blocks(plan, step, device, verdict, file, asked_job)
 
 
-def refuse_unused_options(arguments: argparse.Namespace) -> None:
+def refuse_unused_options(arguments: argparse.Namespace, file: TrainerFile | None) -> None:
     """Refuse the options of ``plan`` to which these steps have no answer.
 
     Raises:
         ConfigError: one is given.
     """
-    for name in _UNUSED:
+    trainer = file.settings["trainer"] if file else arguments.trainer
+    for name in (*_UNUSED, *(_OF_SPEED if trainer in GENERATING else ())):
         if value := getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
             remedy = "Leave it out, or plan torchtune's step"
@@ -176,6 +225,7 @@ def _blocks(
     device: DeviceLimits,
     verdict: str,
     file: TrainerFile | None,
+    asked_job: Job,
 ) -> list[Block]:
     peak = peak_of(device, plan.peak)
     largest = f"Largest that fits: {plan.largest}." if plan.largest else "Not even one row fits."
@@ -204,8 +254,9 @@ def _blocks(
     rows = [(name, human_bytes(size)) for name, size in parts if size >= 1 << 20]
     rows.append(("held by the allocator", human_bytes(plan.peak)))
     header = ("peak memory", f"at {plan.rows}")
-    return [
-        Paragraph(lines, important=True),
-        Table("", header, rows, right={1}),
-        Listing("What is planned", assumed),
-    ]
+    blocks: list[Block] = [Paragraph(lines, important=True), Table("", header, rows, right={1})]
+    if plan.speed:
+        fits = verdict != DOES_NOT_FIT
+        key = _rows_key(file)
+        blocks += speed_blocks(plan.speed, plan.rows, step.ranks, asked_job, fits, key)
+    return [*blocks, Listing("What is planned", assumed)]

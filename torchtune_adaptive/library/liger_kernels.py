@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtune_adaptive.library.trainer_parts import Autocast
+from torchtune_adaptive.planner import fake_device
 
 _PROGRAMS = 132
 """The multiprocessors of a GPU, an H100's: each sums the gradients of a norm's weight for its rows."""
@@ -29,18 +30,20 @@ class Norm(torch.autograd.Function):
         rows = inputs.contiguous().view(-1, inputs.shape[-1])
         found = torch.empty_like(rows)
         scales = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+        fake_device.ran("rms_norm", [rows, weight], [found, scales])
         ctx.save_for_backward(rows, weight, scales)
         ctx.in_place = in_place
         return found.view(inputs.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        _, weight, _ = ctx.saved_tensors
+        rows, weight, scales = ctx.saved_tensors
         grad, of_weight = grad.contiguous(), None
         if ctx.needs_input_grad[1]:
             programs = 1 if weight.device.type == "cpu" else _PROGRAMS
             parts = torch.empty(programs, len(weight), dtype=torch.float32, device=weight.device)
         of_inputs = grad if ctx.in_place else torch.zeros_like(grad)
+        fake_device.ran("rms_norm backward", [grad, rows, weight, scales], [of_inputs])
         if ctx.needs_input_grad[1]:
             of_weight = parts.sum(dim=0).to(weight.dtype)
         return of_inputs.view(grad.shape), of_weight, None
@@ -53,13 +56,15 @@ class GatedProduct(torch.autograd.Function):
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         found = torch.empty_like(gate)
+        fake_device.ran("gated product", [gate, up], [found])
         ctx.save_for_backward(gate.view(gate.shape), up.view(up.shape))
         return found
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        grad.contiguous()  # a copy, if it is not
-        return ctx.saved_tensors
+        saved = ctx.saved_tensors
+        fake_device.ran("gated product backward", [grad.contiguous(), *saved], saved)
+        return saved
 
 
 class Rotation(torch.autograd.Function):
@@ -70,11 +75,11 @@ class Rotation(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos.contiguous(), sin.contiguous())
-        return _token_by_token(query), _token_by_token(key)
+        return _rotated_in_place(query), _rotated_in_place(key)
 
     @staticmethod
     def backward(ctx: Any, of_query: torch.Tensor, of_key: torch.Tensor) -> Any:
-        return _token_by_token(of_query), _token_by_token(of_key), None, None
+        return _rotated_in_place(of_query), _rotated_in_place(of_key), None, None
 
 
 def rotated(
@@ -89,9 +94,11 @@ def rotated(
     return Rotation.apply(query, key, cos, sin)
 
 
-def _token_by_token(heads: torch.Tensor) -> torch.Tensor:
-    """The same, with all heads of a token together in memory."""
-    return heads.transpose(1, 2).contiguous().transpose(1, 2)
+def _rotated_in_place(heads: torch.Tensor) -> torch.Tensor:
+    """The same, with all heads of a token together in memory, as a kernel has rotated them there."""
+    found = heads.transpose(1, 2).contiguous().transpose(1, 2)
+    fake_device.ran("rotation", [found], [found])
+    return found
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -104,6 +111,7 @@ class CrossEntropy(torch.autograd.Function):
         counted.sum()
         for bound in (torch.max, torch.min):
             bound(targets * counted)
+        fake_device.ran("cross entropy", [logits, targets], [logits, losses])
         ctx.save_for_backward(logits.detach())
         return losses.sum()
 
@@ -146,6 +154,7 @@ class HeadAndCrossEntropy(torch.autograd.Function):
             else:
                 logits = chunk @ transposed
             # The kernel reads the logits, and writes their gradients over them.
+            fake_device.ran("cross entropy", [logits], [logits])
             if kept is not None:
                 torch.mm(logits, weight, out=of_hidden[rows])
             else:

@@ -11,7 +11,7 @@ from torchtune_adaptive.common import arguments
 from torchtune_adaptive.library.kept_steps import KeptSteps, NotTraced, answer_of
 from torchtune_adaptive.library.step_choices import EVEN, WORST
 from torchtune_adaptive.library.step_questions import ANY_LENGTH, StepQuestion, step_question
-from torchtune_adaptive.planner import Speed, TracedRun, call_alone
+from torchtune_adaptive.planner import Machine, Speed, TracedRun, call_alone
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +94,7 @@ def plan_batch_size(
     max_grad_norm: float | None = None,
     headroom: float = 0.05,
     length: int = 1,
+    machine: Machine | None = None,
     timeout: float = 600.0,
 ) -> Plan:
     """Predict the peak memory of a training step, the largest micro-batch that fits, and the speed.
@@ -121,6 +122,7 @@ def plan_batch_size(
         max_grad_norm: the norm above which gradients are scaled down.
         headroom: the share of the capacity that must stay free.
         length: the tokens in a row, so that the speed is in tokens; by default, it is in rows.
+        machine: the machine around the GPU, on which the speed depends; by default, what is usual.
         timeout: seconds that tracing may take.
 
     Raises:
@@ -141,6 +143,7 @@ def plan_batch_size(
         max_grad_norm=max_grad_norm,
         headroom=headroom,
         length=length,
+        machine=machine,
     )
     return answered(question, timeout)
 

@@ -63,6 +63,7 @@ def step_question(
     max_grad_norm: float | None,
     headroom: float,
     length: int = 1,
+    machine: Machine | None = None,
 ) -> StepQuestion:
     """The question that the arguments of ``plan_batch_size`` ask.
 
@@ -86,13 +87,13 @@ def step_question(
     headroom = arguments.share("headroom", headroom)
     bytes_given = arguments.memory("memory", memory)
     if gpu != "cpu":
+        machine = machine or Machine()
         try:
             kind = gpus.gpu(gpu, "gpu", "memory")
+            speeds = machine.speeds(kind.name)
         except ConfigError as error:  # which is for configs
             raise UsageError(str(error)) from None
         device, assumptions = planned_gpu(kind, ranks, headroom, bytes_given)
-        machine = Machine()
-        speeds = machine.speeds(kind.name)
         assumptions = (*assumptions, *machine.lines(kind.name, ranks))
         if speeds is not None and speeds.assumed:
             assumptions = (*assumptions, f"speed: of {speeds.name}, {speeds.assumed}")

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from torchtune_adaptive.planner import fake_device
+
 _LEARNING_RATE = 1e-5
 
 Groups = list[dict[str, Any]]
@@ -43,14 +45,34 @@ class BlockwiseAdamW(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and not self.state[parameter]:
+                if parameter.grad is None:
+                    continue
+                if not self.state[parameter]:
                     self.state[parameter] = self._made(parameter)
+                self._update(parameter, parameter.grad)
+
+    def _update(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        """One kernel, in which paged moments are taken to be on the GPU."""
+        state = [one for one in self.state[parameter].values() if isinstance(one, torch.Tensor)]
+        paged = 0
+        if self._is_paged(parameter):  # two moments, read and written
+            paged = 4 * parameter.numel() * (4 if self._is_wide(parameter) else 1)
+        fake_device.ran("adamw", [parameter, grad, *state], [parameter, *state], paged)
+
+    def _is_wide(self, parameter: torch.Tensor) -> bool:
+        """Whether its moments have 32 bits."""
+        is_small = parameter.numel() < self.SMALLEST
+        return self._bits == 32 or is_small or hasattr(parameter, "of_embedding")
+
+    def _is_paged(self, parameter: torch.Tensor) -> bool:
+        is_large = parameter.numel() >= self.SMALLEST_PAGED
+        return self._paged and is_large and parameter.device.type != "cpu"
 
     def _made(self, parameter: torch.Tensor) -> dict[str, Any]:
         device, size = parameter.device, parameter.numel()
-        wide = self._bits == 32 or size < self.SMALLEST or hasattr(parameter, "of_embedding")
+        wide = self._is_wide(parameter)
         state: dict[str, Any] = {"step": 0}
-        if not (self._paged and size >= self.SMALLEST_PAGED and device.type != "cpu"):
+        if not self._is_paged(parameter):
             dtype = torch.float32 if wide else torch.uint8
             state |= {
                 name: torch.zeros_like(parameter, dtype=dtype) for name in ("first", "second")

@@ -29,6 +29,7 @@ from torchtune_adaptive.library.step_choices import (
     TILE_COLUMNS,
     TILE_TOKENS,
 )
+from torchtune_adaptive.planner import fake_device
 
 
 class Traceable(TorchFunctionMode):
@@ -245,9 +246,10 @@ class TiledLogProbs(torch.autograd.Function):
         compute_in: torch.dtype,
     ) -> torch.Tensor:
         sums = torch.zeros(7, len(hidden), device=hidden.device)
-        for tile, part, columns, *_ in _tiles(hidden, weight, compute_in):
-            torch.mm(part, weight[columns].to(compute_in).t(), out=tile)
-            _reduce(tile, TiledLogProbs.FORWARD)
+        with fake_device.done(_times(hidden)):
+            for tile, part, columns, *_ in _tiles(hidden, weight, compute_in):
+                torch.mm(part, weight[columns].to(compute_in).t(), out=tile)
+                _reduce(tile, TiledLogProbs.FORWARD)
         log_z, entropy = sums[0] + sums[1], sums[0] - sums[2]
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
         ctx.compute_in = compute_in
@@ -260,19 +262,25 @@ class TiledLogProbs(torch.autograd.Function):
             torch.zeros(one.shape, device=one.device) if needed else None
             for one, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False)
         )
-        for tile, part, columns, rows in _tiles(hidden, weight, ctx.compute_in):
-            piece = weight[columns].to(ctx.compute_in)
-            torch.mm(part, piece.t(), out=tile)
-            _reduce(tile, TiledLogProbs.BACKWARD)
-            if of_hidden is not None:
-                _add_product(of_hidden[rows], tile, piece)
-            if of_weight is not None:
-                _add_product(of_weight[columns], tile.t(), part)
+        with fake_device.done(_times(hidden)):
+            for tile, part, columns, rows in _tiles(hidden, weight, ctx.compute_in):
+                piece = weight[columns].to(ctx.compute_in)
+                torch.mm(part, piece.t(), out=tile)
+                _reduce(tile, TiledLogProbs.BACKWARD)
+                if of_hidden is not None:
+                    _add_product(of_hidden[rows], tile, piece)
+                if of_weight is not None:
+                    _add_product(of_weight[columns], tile.t(), part)
         of_hidden, of_weight = (
             None if grad is None else grad.to(one.dtype)
             for grad, one in ((of_hidden, hidden), (of_weight, weight))
         )
         return of_hidden, of_weight, None, None
+
+
+def _times(hidden: torch.Tensor) -> float:
+    """How many tiles of tokens there are, of which only the first is done."""
+    return max(1.0, len(hidden) / TiledLogProbs.TOKENS)
 
 
 def _tiles(

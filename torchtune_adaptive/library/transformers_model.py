@@ -7,7 +7,7 @@ the trainers add. transformers is imported where it is needed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.metadata import version
@@ -157,7 +157,9 @@ class StepModel:
 
         model = self.from_config()
         if attends_by_sdpa(model):
-            AttentionInterface.register(_ATTENTION, AttentionInterface()["sdpa"])
+            attend = AttentionInterface()["sdpa"]
+            packed = partial(_attend_apart, attend, self.step.max_length)
+            AttentionInterface.register(_ATTENTION, packed if self.step.packing else attend)
             AttentionMaskInterface.register(_ATTENTION, self.mask)
             model.set_attn_implementation(_ATTENTION)
         if self.step.trainer != PLAIN:
@@ -279,6 +281,27 @@ class StepModel:
             fully_shard(embedding, **options)
         fully_shard(tail, **options, reshard_after_forward=False)
         fully_shard(model, **options)
+
+
+def _attend_apart(
+    attend: Callable[..., tuple[torch.Tensor, Any]],
+    length: int,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *others: Any,
+    **named: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Attention in one row of samples of a ``length``, which do not see each other."""
+
+    def apart(heads: torch.Tensor) -> torch.Tensor:
+        _, count, tokens, width = heads.shape
+        by_token = heads.transpose(1, 2).reshape(tokens // length, length, count, width)
+        return by_token.transpose(1, 2)
+
+    found, weights = attend(module, *map(apart, (query, key, value)), *others, **named)
+    return found.reshape(1, -1, *found.shape[2:]), weights
 
 
 class Prepared(nn.Module):

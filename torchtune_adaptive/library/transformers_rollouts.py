@@ -32,6 +32,7 @@ from torchtune_adaptive.planner import gpus
 
 if TYPE_CHECKING:
     from torchtune_adaptive.library.rollouts_model import RolloutsModel
+    from torchtune_adaptive.planner import Machine, Pace
 
 GRPO, RLOO = "GRPOTrainer", "RLOOTrainer"
 GENERATION, SCORING, TRAINING = "generation", "scoring", "training"
@@ -203,6 +204,7 @@ class TransformersRollouts(TransformersStep):
         headroom: float = 0.05,
         timeout: float = 600.0,
         cache: bool | str = True,
+        machine: Machine | None = None,
     ) -> RolloutsPlan:
         """Predict the peak of each phase, and the largest micro-batch with which all of them fit, but no
         speed; the arguments are those of ``TransformersStep.plan``.
@@ -212,7 +214,7 @@ class TransformersRollouts(TransformersStep):
             NoPrediction: transformers is not installed, or a phase cannot be traced.
         """
         engine = self._engine(gpu, memory)
-        question = self._of_phases(engine, gpu, memory, ceiling, headroom, cache)
+        question = self._of_phases(engine, gpu, memory, ceiling, headroom, cache, machine)
         return self._planned(engine, question, phases_answered(question, timeout))
 
     def remembered(
@@ -222,6 +224,7 @@ class TransformersRollouts(TransformersStep):
         ceiling: int = 1 << 14,
         headroom: float = 0.05,
         cache: bool | str = True,
+        machine: Machine | None = None,
     ) -> RolloutsPlan | None:
         """What ``plan`` answers, if that follows from what it has traced before; else None. It takes no
         trace, and no torch.
@@ -231,7 +234,7 @@ class TransformersRollouts(TransformersStep):
             NoPrediction: transformers is not installed, or the model is of a kind that is not planned.
         """
         engine = self._engine(gpu, memory)
-        question = self._of_phases(engine, gpu, memory, ceiling, headroom, cache)
+        question = self._of_phases(engine, gpu, memory, ceiling, headroom, cache, machine)
         found = remembered_phases(question)
         return None if found is None else self._planned(engine, question, found)
 
@@ -245,6 +248,9 @@ class TransformersRollouts(TransformersStep):
         question = self._question(gpu, *rest)
         phases = self._phases(engine, self._filling(question.asked.device.caching))
         return PhasesQuestion(question, phases[:-1], phases[-1], self._in_model("numbers"))
+
+    def _pace(self, pace: Pace | None) -> None:
+        """No speed is predicted."""
 
     def _derived(self) -> dict[str, Any]:
         return {"generated together": self.generated_together, "scores": self.scores}

@@ -42,6 +42,7 @@ from torchtune_adaptive.library.step_questions import StepQuestion, step_questio
 
 if TYPE_CHECKING:
     from torchtune_adaptive.library.transformers_model import StepModel
+    from torchtune_adaptive.planner import Machine, Pace, Question
 
 _STEPS = {
     SFT: "SFTTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
@@ -268,8 +269,9 @@ class TransformersStep:
         headroom: float = 0.05,
         timeout: float = 600.0,
         cache: bool | str = True,
+        machine: Machine | None = None,
     ) -> Plan:
-        """Predict the peak of the step, and the largest micro-batch that fits, but no speed; the arguments
+        """Predict the peak of the step, the largest micro-batch that fits, and the speed; the arguments
         are those of ``plan_batch_size``. What was traced is remembered in ``cache``: the user's, a folder, or
         none.
 
@@ -277,7 +279,7 @@ class TransformersStep:
             UsageError: an argument cannot be used.
             NoPrediction: transformers is not installed, or the step cannot be traced.
         """
-        return answered(self._question(gpu, memory, ceiling, headroom, cache), timeout)
+        return answered(self._question(gpu, memory, ceiling, headroom, cache, machine), timeout)
 
     def remembered(
         self,
@@ -286,6 +288,7 @@ class TransformersStep:
         ceiling: int = 1 << 14,
         headroom: float = 0.05,
         cache: bool | str = True,
+        machine: Machine | None = None,
     ) -> Plan | None:
         """What ``plan`` answers, if that follows from what it has traced before; else None. It takes no
         trace, and no torch.
@@ -294,7 +297,7 @@ class TransformersStep:
             UsageError: an argument cannot be used.
             NoPrediction: transformers is not installed, or the model is of a kind that is not planned.
         """
-        return remembered(self._question(gpu, memory, ceiling, headroom, cache))
+        return remembered(self._question(gpu, memory, ceiling, headroom, cache, machine))
 
     def estimated(self) -> int | None:
         """Estimate the peak of the step by arithmetic, in bytes: without a trace, torch or transformers. Nine
@@ -313,7 +316,13 @@ class TransformersStep:
         return partial(_call_model, self, name)
 
     def _question(
-        self, gpu: str, memory: int | str | None, ceiling: int, headroom: float, cache: bool | str
+        self,
+        gpu: str,
+        memory: int | str | None,
+        ceiling: int,
+        headroom: float,
+        cache: bool | str,
+        machine: Machine | None = None,
     ) -> StepQuestion:
         """The question about the step, if it can be traced here."""
         self._require_traceable()
@@ -330,11 +339,16 @@ class TransformersStep:
             memory=memory,
             ceiling=ceiling,
             headroom=headroom,
+            length=self.max_length * (1 + self.has_pairs),
+            machine=machine,
         )
-        # No speed of these steps has been compared with a real one.
-        asked = replace(question.asked, pace=None)
-        facts = self._facts(asked.device.caching)
+        asked = replace(question.asked, pace=self._pace(question.asked.pace))
+        facts = self._facts(asked)
         return replace(question, asked=asked, least=self._least(), facts=facts, cache=cache)
+
+    def _pace(self, pace: Pace | None) -> Pace | None:
+        """What the speed follows from, where one is predicted."""
+        return pace and replace(pace, quantized=self.load_in_4bit)
 
     def _least(self) -> int:
         """The rows that fill a tile of TRL's head: with fewer, it takes memory for fewer tokens. There are
@@ -344,7 +358,7 @@ class TransformersStep:
         tokens = (self.max_length - 1) * (1 + self.has_pairs)
         return max(2, -(-TILE_TOKENS // max(1, tokens)))
 
-    def _facts(self, on_gpu: bool) -> dict[str, Any] | None:
+    def _facts(self, asked: Question) -> dict[str, Any] | None:
         """What traces of this step depend on; None where somebody else's code is part of it."""
         kind = type(self)
         try:
@@ -364,7 +378,8 @@ class TransformersStep:
             "derived": self._derived(),
             "micro-batches": min(self.gradient_accumulation_steps, 2),
             "config": config,
-            "on a GPU": on_gpu,
+            "on a GPU": asked.device.caching,
+            "timed": asked.pace is not None,
             "packages": versions_of(*_PACKAGES),
             "code": package_fingerprint(),
         }

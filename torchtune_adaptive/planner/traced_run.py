@@ -91,17 +91,20 @@ class StepsOfAnySize(KnownSteps, Protocol):
 
 
 def operations_of(
-    noted: Callable[[int], RecordedStep], rows: int, apart: bool = False
+    noted: Callable[[int], RecordedStep],
+    rows: int,
+    apart: bool = False,
+    sizes: tuple[int, int] | None = None,
 ) -> StepOperations:
     """The operations of a step of so many rows, from traces by their number: of this very step (``apart``, or
-    if nothing else tells), or of two others."""
+    if nothing else tells), or of the two ``sizes``, by default ``TracedRun.ROWS``."""
 
     def operations(rows: int) -> StepOperations:
         found = noted(rows).operations
         assert found is not None  # all but first steps have them
         return found
 
-    few, many = TracedRun.ROWS
+    few, many = sizes or TracedRun.ROWS
     if not apart and rows >= few:
         share = (rows - few) / (many - few)
         with suppress(DifferentOperations):
@@ -238,7 +241,7 @@ class TracedRun:
     def operations(self, rows: int, length: int) -> StepOperations:
         """The operations of a step, with what they compute and move."""
         apart = self.direct or self._traces.compiled  # from the steps whose memory is known
-        return operations_of(lambda rows: self._steps.noted(rows, length), rows, apart)
+        return operations_of(lambda rows: self._steps.noted(rows, length), rows, apart, self._rows)
 
     def timeline(
         self, rows: int, length: int, device: DeviceLimits

@@ -21,7 +21,8 @@ NVLINK = "nvlink"
 
 @dataclass(frozen=True)
 class Machine:
-    """What is told about a machine; None stands for what is usual with the GPU."""
+    """What is told about the machine around GPUs, for the speed of a plan; None stands for what is usual with
+    the GPU."""
 
     LINKS: ClassVar = (NVLINK, *PCIE_LINKS)
     """Links that have a name."""
@@ -29,10 +30,12 @@ class Machine:
     power: float | None = None
     """Watts of each GPU."""
     links: float | str | None = None
-    """The links between the GPUs of a node: one of ``LINKS``, or the bus bandwidth in bytes/s."""
+    """The links between the GPUs of a node: ``nvlink``, ``pcie3``, ``pcie4``, ``pcie5``, or the bus bandwidth
+    in bytes/s, as nccl-tests prints it."""
     network: float | None = None
     """Bytes/s that the network carries to or from a node, all of its cards together."""
     gpus_in_a_node: int | None = None
+    """The number of GPUs in a node."""
 
     @property
     def is_told(self) -> bool:

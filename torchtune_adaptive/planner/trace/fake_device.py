@@ -8,7 +8,7 @@ What is registered here stays for the life of the process: never call it in a pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import Any, ClassVar, Protocol
@@ -23,11 +23,22 @@ _BACKEND = "fake_ranks"
 
 
 class Listener(Protocol):
-    """A listener to what streams and events do, and to copies that are only pretended."""
+    """A listener to what streams and events do, and to copies and kernels that are only pretended."""
+
+    times: float
+    """How many times what is done now is done."""
 
     def synchronize(self, kind: str, stream: int, event: int) -> None: ...
 
     def copied(self, nbytes: int) -> None: ...
+
+    def ran(
+        self,
+        name: str,
+        reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+        besides: int,
+    ) -> None: ...
 
 
 class FakeEvent:
@@ -132,6 +143,32 @@ def copied(nbytes: int) -> None:
     """Tell the listener of a copy that is only pretended."""
     if _here.listener is not None:
         _here.listener.copied(nbytes)
+
+
+def ran(
+    name: str,
+    reads: Iterable[torch.Tensor] = (),
+    writes: Iterable[torch.Tensor] = (),
+    besides: int = 0,
+) -> None:
+    """Tell the listener of a kernel that is only pretended: of the tensors that it reads and writes, and of
+    bytes of others."""
+    if _here.listener is not None:
+        _here.listener.ran(name, reads, writes, besides)
+
+
+@contextmanager
+def done(times: float) -> Iterator[None]:
+    """A context in which what is done stands for so many times as much, which would take the same memory."""
+    listener = _here.listener
+    if listener is None:
+        yield
+        return
+    before, listener.times = listener.times, listener.times * times
+    try:
+        yield
+    finally:
+        listener.times = before
 
 
 def current_stream(device: Any = None) -> FakeStream:

@@ -29,7 +29,9 @@ from torchtune_adaptive.planner.trace import fake_device
 _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
 _VIEWS = ("detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "set_", "is_pinned")
 _WITHOUT_KERNEL = frozenset((*_ALLOCATIONS, *_VIEWS))
-_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
+_SCALED = "_scaled_mm"
+"""A product of 8 bits, whose speed is taken to be that of its result's type."""
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, _SCALED: 0}
 """Matrix products, and which argument is the left factor."""
 _GROUPED = "_grouped_mm"
 """The products of experts, each of its own rows."""
@@ -84,6 +86,8 @@ class OperationLog:
     ) -> None:
         self._device_type, self._block_of = device_type, block_of
         self._phase, self._layer = phase, layer
+        self.times: float = 1
+        """How many times what is noted now is done."""
         self._parts: list[list[Entry]] = [[]]
         self._signatures: dict[Any, _Signature] = {}
 
@@ -124,6 +128,17 @@ class OperationLog:
     def copied(self, nbytes: int) -> None:
         """Note a copy to the host or back that no operation shows."""
         self._add(Operation(COPY, "offload", self._phase(), _stream(), nbytes=nbytes))
+
+    def ran(
+        self,
+        name: str,
+        reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+        besides: int,
+    ) -> None:
+        """Note a memory-bound kernel that no operation shows."""
+        use = _Use(self._by_block(reads), self._by_block(writes))
+        self._note_used(MEMORY, name, use, besides=besides)
 
     def compiled(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note a compiled function that reads and writes tensors in one kernel."""
@@ -196,6 +211,8 @@ class OperationLog:
             batch = left.shape[0] if left.dim() == 3 else 1
             shape = (batch, left.shape[-2], right.shape[-1], left.shape[-1])
             flops = _flops_of(shape)
+            if signature.name != _SCALED:  # a product of 16 bits may be added to a sum of 32
+                dtype = str(left.dtype)[6:]
         elif signature.name == _GROUPED:
             shape = _grouped(*args[:3], kwargs.get("offs"))
             flops = _flops_of(shape)
@@ -206,14 +223,28 @@ class OperationLog:
             flops = float(signature.flops(*args, **kwargs, out_val=result))
         else:
             shape = _rows_and_columns(signature, args, kwargs, given, returned)
-        nbytes = sum(reads.values()) + sum(writes.values())
+        self._note_used(signature.kind, signature.name, _Use(reads, writes), dtype, flops, shape)
+
+    def _note_used(
+        self,
+        kind: str,
+        name: str,
+        use: _Use,
+        dtype: str = "",
+        flops: float = 0.0,
+        shape: tuple[float, ...] = (),
+        besides: int = 0,
+    ) -> None:
+        nbytes = self.times * (sum(use.reads.values()) + sum(use.writes.values()) + besides)
+        if kind == GEMM and shape:
+            shape = (shape[0] * self.times, *shape[1:])
         operation = Operation(
-            *(signature.kind, signature.name, self._phase(), _stream(), dtype, flops),
+            *(kind, name, self._phase(), _stream(), dtype, flops * self.times),
             *(nbytes, nbytes),
             shape=shape,
-            repeats=self._repeats(signature.name),
+            repeats=self._repeats(name),
         )
-        self._parts[-1].append((operation, _Use(reads, writes)))
+        self._parts[-1].append((operation, use))
 
     def _repeats(self, name: str) -> int:
         """The layer whose forward pass an operation of this name repeats, if it runs now."""
