@@ -61,8 +61,10 @@ def _share(operation: Operation, speeds: Speeds) -> float:
         share = backward if "backward" in operation.name else forward
         return share if speeds.is_host else share * _attention_efficiency(operation.shape)
     if operation.kind == GEMM and operation.shape and speeds.processors > 1:
-        computes, moves = speeds.gemm * (speeds.half or 0.0), speeds.bandwidth * devices.STREAMING
-        return speeds.gemm * _shape_efficiency(operation.shape, speeds.processors, computes / moves)
+        computes = speeds.gemm * (speeds.peak(operation.dtype) or 0.0)
+        halves = 2 if operation.dtype == "float32" else 1
+        balance = halves * computes / (speeds.bandwidth * devices.STREAMING)
+        return speeds.gemm * _shape_efficiency(operation.shape, speeds.processors, balance)
     return speeds.gemm
 
 
@@ -79,8 +81,8 @@ def _attention_efficiency(shape: tuple[float, ...]) -> float:
 def _shape_efficiency(shape: tuple[float, ...], processors: int, balance: float) -> float:
     """The share of what large matrix products reach, with the best tile. Three things are lost: tiles that
     stick out of the matrix, processors that have no tile in the last wave, and the time in which a tile is
-    written and nothing is computed. Writing m x n numbers of 2 bytes takes as long as ``balance`` steps along
-    k, if that is how many FLOPs the device does for each byte that it moves."""
+    written and nothing is computed. Writing m x n numbers takes as long as ``balance`` steps along k: for 2
+    bytes each, that is how many FLOPs the device does for each byte that it moves."""
     batch, m, n, k = shape
     best = 0.0
     for (height, width), speed in _TILES:

@@ -1,0 +1,75 @@
+"""Throughputs that others have published, and the speeds that the planner predicts for their runs.
+
+    python benchmarks/published_speeds.py --predict  # writes docs/results/published_speeds.json; ten minutes
+    python benchmarks/published_speeds.py            # writes docs/results/published_speeds.md
+
+``published_rows`` says what ran. Runs with fused kernels are planned with those of Liger that do the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from published_rows import FMS_ROWS, Row
+from published_steps import MODELS, folder_of
+
+from torchtune_adaptive import NoPrediction
+from torchtune_adaptive.library.liger_choices import IN_PLACE
+
+RESULT = Path(__file__).parent.parent / "docs" / "results" / "published_speeds.json"
+_FUSED = {
+    "rope": True,
+    "rms_norm": True,
+    "swiglu": False,
+    "cross_entropy": True,
+    "fused_linear_cross_entropy": False,
+}
+
+
+def rows() -> Iterator[Row]:
+    """The runs whose speed can be planned."""
+    for row in (one.row() for one in FMS_ROWS):
+        if not row.fused or MODELS[row.model]["model_type"] in IN_PLACE:
+            yield row
+
+
+def settings_of(row: Row) -> dict[str, Any]:
+    """The settings of a row's step, with its kernels."""
+    if not row.fused:
+        return row.settings
+    in_head = "Liger" in row.name
+    kernels = {**_FUSED, "cross_entropy": not in_head, "fused_linear_cross_entropy": in_head}
+    return {**row.settings, "use_liger_kernel": True, "liger_kernel_config": kernels}
+
+
+def predict() -> None:
+    """Write the predictions of all rows."""
+    found = []
+    with tempfile.TemporaryDirectory() as under:
+        for row in rows():
+            said: dict[str, Any] = {"table": row.table, "row": row.name}
+            step = row.step(folder=folder_of(row.model, Path(under)), **settings_of(row))
+            try:
+                speed = step.plan(gpu=row.gpu, ceiling=row.rows, cache=f"{under}/cache").speed
+            except NoPrediction as error:
+                found.append({**said, "not_predicted": str(error)})
+                continue
+            assert speed is not None
+            each = speed.tokens_per_second_per_gpu
+            found.append({**said, "predicted": round(each), "band": speed.band})
+            print(f"{row.table}: {row.name}: {each:,.0f}", flush=True)
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    RESULT.write_text(json.dumps({"versions": versions, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--predict", action="store_true", help="predict the rows anew")
+    if arguments.parse_args().predict:
+        predict()
