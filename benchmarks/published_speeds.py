@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from published_rows import FMS_ROWS, Row
+from published_speeds_page import page
 from published_steps import MODELS, folder_of
+from published_throughputs import THROUGHPUTS
 
-from torchtune_adaptive import NoPrediction
 from torchtune_adaptive.library.liger_choices import IN_PLACE
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "published_speeds.json"
@@ -55,14 +56,10 @@ def predict() -> None:
         for row in rows():
             said: dict[str, Any] = {"table": row.table, "row": row.name}
             step = row.step(folder=folder_of(row.model, Path(under)), **settings_of(row))
-            try:
-                speed = step.plan(gpu=row.gpu, ceiling=row.rows, cache=f"{under}/cache").speed
-            except NoPrediction as error:
-                found.append({**said, "not_predicted": str(error)})
-                continue
-            assert speed is not None
-            each = speed.tokens_per_second_per_gpu
-            found.append({**said, "predicted": round(each), "band": speed.band})
+            plan = step.plan(row.gpu, ceiling=row.rows, headroom=0, cache=f"{under}/cache")
+            assert plan.speed is not None
+            each, fits = plan.speed.tokens_per_second_per_gpu, plan.peak <= plan.usable_bytes
+            found.append({**said, "predicted": round(each), "band": plan.speed.band, "fits": fits})
             print(f"{row.table}: {row.name}: {each:,.0f}", flush=True)
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     RESULT.write_text(json.dumps({"versions": versions, "rows": found}, indent=1) + "\n")
@@ -73,3 +70,5 @@ if __name__ == "__main__":
     arguments.add_argument("--predict", action="store_true", help="predict the rows anew")
     if arguments.parse_args().predict:
         predict()
+    else:
+        RESULT.with_suffix(".md").write_text(page(json.loads(RESULT.read_text()), THROUGHPUTS))

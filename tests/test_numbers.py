@@ -125,6 +125,9 @@ SEEN_BY_NOBODY = (
     r"of (\d+) published throughputs that nobody had seen, all were predicted too fast, by (\d+) %"
 )
 
+PUBLISHED_SPEEDS = (
+    r"(\d+) fit by their plans: half of the speeds are within ([\d.]+) %, .*? (\d+) are within the band"
+)
 PUBLISHED = (
     r"(\d+) peaks: half are within ([\d.]+) %.*? the worst is off by ([\d.]+) %.*? "
     r"all (\d+) are within ([\d.]+) %.*? all (\d+) are within"
@@ -447,6 +450,16 @@ CLAIMS = [
         r"half of (\d+) are predicted within ([\d.]+) %, the worst is ([\d.]+) % off; without eager "
         r"attention all (\d+) are within ([\d.]+) %, and all (\d+) since that is mended",
         lambda: said("published.md", PUBLISHED),
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"of (\d+) that fit, half are predicted within ([\d.]+) %, nearly all too fast, and (\d+) are",
+        lambda: said("published_speeds.md", PUBLISHED_SPEEDS),
+    ),
+    Claim(
+        "docs/planning.md",
+        r"Of (\d+) published runs of `Trainer` that fit, half are \[within ([\d.]+) %\]\S+, and (\d+) in the band",
+        lambda: said("published_speeds.md", PUBLISHED_SPEEDS),
     ),
     Claim(
         "docs/results/README.md",
