@@ -31,7 +31,7 @@ MAY_IMPORT = {
 FOLDERS = {
     "core": "private sizes device ranks rows step search",
     "planner": "private workers gpu_names speed memory repetition deep_step other_lengths trace traced_run "
-    "steps_by_choice",
+    "step_table steps_by_choice",
     "recipe": "private shadowing versions signals install upstream decoders tiny tiny_vision settings "
     "registry components rewards data setup rollout checkpoints kinds train proofreading tracing plan "
     "search origin record training run rollout_run adaptive_recipe launch stable",
@@ -51,6 +51,7 @@ WITHOUT_TORCH = (
     "planner.speed",
     "planner.deep_step",
     "planner.other_lengths",
+    "planner.step_table",
     "library.kept_steps",
     "library.phase_planning",
     "library.transformers_rollouts",

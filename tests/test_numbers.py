@@ -126,7 +126,8 @@ SEEN_BY_NOBODY = (
 )
 
 PUBLISHED_SPEEDS = (
-    r"(\d+) fit by their plans: half of the speeds are within ([\d.]+) %, .*? (\d+) are within the band"
+    r"(\d+) fit by their plans: half of the speeds are within ([\d.]+) %, .*? "
+    r"(\d+) are within the band"
 )
 PUBLISHED = (
     r"(\d+) peaks: half are within ([\d.]+) %.*? the worst is off by ([\d.]+) %.*? "
@@ -458,7 +459,7 @@ CLAIMS = [
     ),
     Claim(
         "docs/planning.md",
-        r"Of (\d+) published runs of `Trainer` that fit, half are \[within ([\d.]+) %\]\S+, and (\d+) in the band",
+        r"Of (\d+) published runs of `Trainer` that fit, half are \[within ([\d.]+) %\]\S+, and (\d+) in",
         lambda: said("published_speeds.md", PUBLISHED_SPEEDS),
     ),
     Claim(

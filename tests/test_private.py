@@ -92,7 +92,7 @@ def state():
     said = [(each.filters, each.level, each.handlers, each.disabled) for each in loggers]
     return repr((said, logging.root.manager.disable, warnings.filters, dict(os.environ)))
 OWN_PROCESS = ("torchtune_adaptive.recipe.plan.preload", "torchtune_adaptive.cli.preloaded",
-    "torchtune_adaptive.__main__")
+    "torchtune_adaptive.library.preload", "torchtune_adaptive.__main__")
 BESIDE_AXOLOTL = ("torchtune_adaptive.integrations.axolotl",)  # which loads it
 import torchtune.datasets, torchao, matplotlib
 before = state()

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import shlex
 from argparse import Namespace
 from concurrent.futures import Future
 from functools import partial
-from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.browser import opened
+from tests.helpers.pages import plan_of, used
 from tests.helpers.planning import asked
 from torchtune_adaptive.cli.page_questions import PageTables
 from torchtune_adaptive.cli.plan_command import _write_page
@@ -23,8 +21,9 @@ from torchtune_adaptive.cli.plan_options import NO_ANSWER, plan_command
 from torchtune_adaptive.cli.plan_page import page_of
 from torchtune_adaptive.common.errors import NoPrediction
 from torchtune_adaptive.planner.memory.peak import Peak
+from torchtune_adaptive.planner.step_table import OnDevice, StepTable
 from torchtune_adaptive.recipe.plan.request import PlanRequest, plan_request
-from torchtune_adaptive.recipe.plan.table import OnDevice, StepTable, tabulated
+from torchtune_adaptive.recipe.plan.table import tabulated
 from torchtune_adaptive.recipe.registry import load_config
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make" / "plan_page.py"))
@@ -34,47 +33,11 @@ ON_GPUS = (
     "adaptive_batching.memory_limit=null",
     "model.vocab_size=32000",
 )
-USED = """
-const noted = [];
-const the = (id) => document.getElementById(id);
-const note = () => noted.push({
-  verdict: the("verdict").dataset.verdict,
-  command: the("command").textContent,
-  summary: [...document.querySelectorAll("#summary data")].map((one) => Number(one.value)),
-  parts: Object.fromEntries([...document.querySelectorAll("#parts tr")].map(
-    (row) => [row.cells[0].textContent, Number(row.querySelector("data").value)])),
-  largest: Number(document.querySelector("#largest data")?.value ?? 0),
-  speed: the("speed").hidden ? null :
-    [...document.querySelectorAll("#speed data")].map((one) => Number(one.value)),
-  notice: the("notice").textContent,
-  address: location.hash,
-});
-const slide = (to) => { the("rows").value = to; the("rows").dispatchEvent(new Event("input")); };
-const take = (at) => { the("device").value = at; the("device").dispatchEvent(new Event("change")); };
-const pick = (name, at) => document.querySelectorAll(`#${name} input`)[at].click();
-note();
-MOVES
-document.body.append(Object.assign(document.createElement("pre"), {
-  id: "noted", textContent: JSON.stringify(noted) }));
-"""
-"""Uses the controls of the page, and notes what it shows."""
-
-
-def used(page: Path, moves: str) -> list[dict[str, Any]]:
-    """What a page shows at first, and after each of some moves."""
-    script = USED.replace("MOVES", "\n".join(f"{move}; note();" for move in moves.split("; ")))
-    found = re.search(r'<pre id="noted">(.*?)</pre>', opened(page, script))
-    assert found is not None
-    noted: list[dict[str, Any]] = json.loads(unescape(found[1]))
-    return noted
 
 
 def assert_plan_says(shown: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """Ask what the page says that it answers."""
-    program, plan, *words = shlex.split(shown["command"])
-    assert (program, plan) == ("tune-adaptive", "plan")
-    plan_command(asked([*words, "--json", "--no-what-ifs"]))
-    said = json.loads(capsys.readouterr().out)
+    said = plan_of(shown, capsys)
     peak, speed = said["configured"], said["speed"]
     assert shown["verdict"] == said["verdict"]
     assert shown["summary"] == [peak["reserved"], said["device"]["usable_bytes"]]
@@ -240,7 +203,7 @@ def test_nothing_of_a_page_is_elsewhere_and_no_name_is_taken_for_html() -> None:
         (["tiny/full", "--fastest", "--html", "p.html"], "--fastest is about many"),
         (["tiny/grpo", "--html", "p.html"], "a page shows steps alone"),
         (
-            ["--hf", ".", "--trainer", "SFTTrainer", "--html", "p.html"],
+            ["--hf", ".", "--trainer", "GRPOTrainer", "--html", "p.html"],
             "--html: 'p.html' is not for this step",
         ),
     ],

@@ -22,7 +22,7 @@ from torchtune_adaptive.cli.plan_report import (
     details,
     headline,
 )
-from torchtune_adaptive.cli.speed_report import compare_table
+from torchtune_adaptive.cli.speed_report import DeviceAnswer, compare_table
 from torchtune_adaptive.cli.what_if import splits, what_ifs
 from torchtune_adaptive.common import plots
 from torchtune_adaptive.common.document import as_markdown, as_text
@@ -172,7 +172,14 @@ class TestWhatIsPrinted:
         speed = Speed(10.0, 1234.0, 0.33, {"gemm": 1.0}, 0.0, (-0.3, 0.05))
         peak = a_prediction().configured
         devices = [
-            Answer(replace(self.plan.device, name=name), peak, largest, speed, verdict)
+            DeviceAnswer(
+                replace(self.plan.device, name=name),
+                verdict,
+                peak.rows,
+                peak.reserved,
+                largest,
+                speed,
+            )
             for name, largest, verdict in (
                 ("small", 0, "DOES NOT FIT"),
                 ("near", 2, "UNCERTAIN"),

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from torchtune_adaptive.planner import Speed
+from torchtune_adaptive.planner.step_table import StepTable, sizes
 from torchtune_adaptive.planner.workers import processes
 from torchtune_adaptive.recipe.plan.limits import confirm
 from torchtune_adaptive.recipe.plan.predict import Prediction
 from torchtune_adaptive.recipe.plan.request import PlanRequest, on_devices, plan_request
-from torchtune_adaptive.recipe.plan.table import StepTable, sizes, tabulated
+from torchtune_adaptive.recipe.plan.table import tabulated
 from torchtune_adaptive.recipe.registry import load_config, with_overrides
 
 GPUS = ("rtx3070-8gb", "h100-80gb")

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import pytest
 from omegaconf import OmegaConf
 
+from torchtune_adaptive.common.largest import largest
 from torchtune_adaptive.planner.memory.allocator import MIB
-from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp, largest, peak, timeline
+from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp, peak, timeline
 from torchtune_adaptive.planner.memory.recorded_step import (
     Bilinear,
     Label,

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torchtune_adaptive.common import human_bytes
-from torchtune_adaptive.planner import DeviceLimits, Peak
+from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Peak
+
+AS_WRITTEN = (
+    "What is compiled is predicted as if it were not, which takes more memory: this is an upper bound. It "
+    "cannot be followed here: {}."
+)
+
+
+def worst(verdicts: Sequence[str]) -> str:
+    """The worst of some verdicts."""
+    return next(v for v in (DOES_NOT_FIT, "UNCERTAIN", "FITS") if v in verdicts)
 
 
 def peak_of(device: DeviceLimits, reserved: int) -> str:

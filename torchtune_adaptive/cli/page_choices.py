@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.planner import gpus
-from torchtune_adaptive.recipe import StepTable
+from torchtune_adaptive.planner import gpus, step_table
 
 GPUS = (
     "rtx4090-24gb",
@@ -22,6 +23,7 @@ GPUS = (
 )
 """GPUs to choose from, beside the one that is asked for, unless others are named."""
 _RANKS = (1, 2, 4, 8)
+_MACHINE = ("nodes", "power", "links", "network", "machine")
 NOT_FINISHED = "not finished"
 """The reason why there is no answer to a question that was interrupted."""
 
@@ -36,8 +38,8 @@ class PageChoice:
     """Whether activations are computed again, for people."""
     overrides: str
     """What to type for it beside the length and the number of GPUs."""
-    table: StepTable
-    other_rank: StepTable | None = None
+    table: step_table.StepTable
+    other_rank: step_table.StepTable | None = None
     """The table of the rank with another share of the parameters, if there is one."""
 
 
@@ -77,6 +79,29 @@ def offered_gpus(name: str, names: Iterable[str] = GPUS) -> tuple[str, ...]:
 
 def other_numbers_of_gpus(ranks: int, multiple_of: int = 1) -> list[int]:
     return sorted(n for n in {*_RANKS, 2 * ranks} - {ranks} if n % multiple_of == 0)
+
+
+def words_for_gpu(name: str, arguments: argparse.Namespace) -> str:
+    """What to type for a GPU."""
+    options = ["--gpu", name]
+    if name not in gpus.GPUS:  # an amount of memory, or what was measured
+        given = {"--memory": arguments.memory, "--gpu": arguments.gpu}
+        options = [word for pair in given.items() if pair[1] for word in pair]
+    return shlex.join(options)
+
+
+def words_for_machine(arguments: argparse.Namespace) -> list[str]:
+    """What was typed about the machine."""
+    given = ((option, getattr(arguments, option)) for option in _MACHINE)
+    return [
+        word for option, value in given if value is not None for word in (f"--{option}", str(value))
+    ]
+
+
+def names_compared(compare: str | None) -> tuple[str, ...]:
+    """The GPUs to choose from that ``--compare`` names, or those that a page has by default."""
+    names = (name.strip() for name in (compare or "").split(","))
+    return tuple(name for name in names if name not in ("", gpus.HERE)) or GPUS
 
 
 def require_file(path: Path) -> None:

@@ -17,17 +17,19 @@ from torchtune_adaptive.cli.page_choices import (
     NOT_FINISHED,
     Page,
     PageChoice,
+    names_compared,
     offered_gpus,
     other_numbers_of_gpus,
     require_file,
+    words_for_gpu,
+    words_for_machine,
 )
 from torchtune_adaptive.cli.plan_progress import TraceProgress
 from torchtune_adaptive.cli.what_if import other_checkpointing
 from torchtune_adaptive.common import AdaptiveBatchingError, ConfigError, NoPrediction, counted
-from torchtune_adaptive.planner import DeviceLimits, Pace, gpus
+from torchtune_adaptive.planner import DeviceLimits, Pace, step_table
 from torchtune_adaptive.recipe import (
     PlanRequest,
-    StepTable,
     configured_checkpoint,
     on_devices,
     overrides,
@@ -36,7 +38,6 @@ from torchtune_adaptive.recipe import (
 
 Again = Callable[..., PlanRequest]
 """Function that makes the user's request once more, with another ``cfg``, ``ranks`` or ``length``."""
-_MACHINE = ("nodes", "power", "links", "network", "machine")
 _CHECKPOINTING = {"all": "on", "none": "off", "operations": "some operations"}
 
 
@@ -48,8 +49,8 @@ class _PageQuestion:
     plan: PlanRequest
     overrides: str = ""
     """What to type for it beside the length of rows and the number of GPUs."""
-    table: Future[StepTable] | None = None
-    other_rank: Future[StepTable] | None = None
+    table: Future[step_table.StepTable] | None = None
+    other_rank: Future[step_table.StepTable] | None = None
     """The answer for the rank with another share of the parameters, if there is one."""
 
     @property
@@ -130,7 +131,7 @@ class PageTables:
             rows_key="batch_size",
             rows=plan.query().rows,
             accumulation=plan.asked.accumulation,
-            devices=[(name, _words_for(name, arguments)) for name in names],
+            devices=[(name, words_for_gpu(name, arguments)) for name in names],
             device=names.index(plan.device.name),
             choices=[_choice(one) for one in self._asked if one.failure is None],
             assumptions=(f"length of rows: {plan.length_source}", *plan.assumptions),
@@ -193,12 +194,10 @@ def tables_for(plan: PlanRequest, arguments: argparse.Namespace, again: Again) -
         reason = "shows one configuration, and --fastest is about many"
         raise ConfigError("--html", str(arguments.html), reason, "Leave one of the two out")
     require_file(arguments.html)
-    compared = [name.strip() for name in (arguments.compare or "").split(",")]
-    names = tuple(name for name in compared if name not in ("", gpus.HERE))
-    return PageTables(plan, again, names or GPUS)
+    return PageTables(plan, again, names_compared(arguments.compare))
 
 
-def _failure(table: Future[StepTable] | None) -> str | None:
+def _failure(table: Future[step_table.StepTable] | None) -> str | None:
     """The reason why there is no table; None if there is one."""
     if table is None or not table.done() or table.cancelled():
         return NOT_FINISHED
@@ -229,16 +228,4 @@ def _command(plan: PlanRequest, arguments: argparse.Namespace) -> str:
         words += ["--method", arguments.method] if arguments.method else []
     else:
         words.append(plan.name)
-    for option in _MACHINE:
-        if (value := getattr(arguments, option)) is not None:
-            words += [f"--{option}", str(value)]
-    return shlex.join([*words, *changes])
-
-
-def _words_for(name: str, arguments: argparse.Namespace) -> str:
-    """What to type for a GPU."""
-    options = ["--gpu", name]
-    if name not in gpus.GPUS:  # an amount of memory, or what was measured
-        given = {"--memory": arguments.memory, "--gpu": arguments.gpu}
-        options = [word for pair in given.items() if pair[1] for word in pair]
-    return shlex.join(options)
+    return shlex.join([*words, *words_for_machine(arguments), *changes])

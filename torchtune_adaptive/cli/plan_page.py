@@ -13,12 +13,10 @@ from string import Template
 from typing import Any
 
 from torchtune_adaptive import __version__
-from torchtune_adaptive.cli.margin import peak_of
+from torchtune_adaptive.cli.margin import AS_WRITTEN, peak_of, worst
 from torchtune_adaptive.cli.page_choices import Page, PageChoice
-from torchtune_adaptive.cli.plan_report import AS_WRITTEN, worst
 from torchtune_adaptive.common import ConfigError, atomically, counted
-from torchtune_adaptive.planner import Peak, Speed
-from torchtune_adaptive.recipe import OnDevice
+from torchtune_adaptive.planner import Peak, Speed, step_table
 
 _FOLDER = Path(__file__).parent
 _DIGITS = 7
@@ -125,7 +123,7 @@ def _verdicts(one: PageChoice, device: int) -> list[str]:
     return [worst(each) for each in zip(*verdicts, strict=True)]
 
 
-def _on_device(here: OnDevice) -> dict[str, Any]:
+def _on_device(here: step_table.OnDevice) -> dict[str, Any]:
     device = here.device
     return {
         "usable": device.usable_bytes,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
 from torchtune_adaptive.cli.job import Job
-from torchtune_adaptive.cli.margin import cautions, peak_of
+from torchtune_adaptive.cli.margin import AS_WRITTEN, cautions, peak_of, worst
 from torchtune_adaptive.cli.rollout_report import memory_rows, rollout_blocks
 from torchtune_adaptive.cli.speed_report import (
     DeviceAnswer,
@@ -25,10 +25,6 @@ _WHERE = {"forward": "forward pass", "backward": "backward pass", "optimizer ste
 _NOT_SCALED = (
     "Memory did not scale as expected for this config, so every size was traced separately (slower, equally "
     "reliable)."
-)
-AS_WRITTEN = (
-    "What is compiled is predicted as if it were not, which takes more memory: this is an upper bound. It "
-    "cannot be followed here: {}."
 )
 _NO_JOB = Job()
 _SAME = 0.01
@@ -74,11 +70,6 @@ class PlanReport:
         """The verdict for the configured batch size, on the rank where it is worse."""
         answers = [self.found, *([self.last_rank] if self.last_rank else [])]
         return worst([one.verdict(self.plan.device) for one in answers])
-
-
-def worst(verdicts: Sequence[str]) -> str:
-    """The worst of some verdicts."""
-    return next(v for v in (DOES_NOT_FIT, "UNCERTAIN", "FITS") if v in verdicts)
 
 
 def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[Block]:

@@ -15,6 +15,7 @@ from torchtune_adaptive.cli.hugging_face import Method, read_config
 from torchtune_adaptive.cli.job import Job, job
 from torchtune_adaptive.cli.margin import caution, caution_of_retries, estimate_line, peak_of
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile
+from torchtune_adaptive.cli.page_choices import require_file
 from torchtune_adaptive.cli.plan_progress import with_progress
 from torchtune_adaptive.cli.speed_report import (
     DeviceAnswer,
@@ -23,6 +24,7 @@ from torchtune_adaptive.cli.speed_report import (
     speed_blocks,
 )
 from torchtune_adaptive.cli.trainer_file_report import advice, subject
+from torchtune_adaptive.cli.transformers_page import ROWS, write_step_page
 from torchtune_adaptive.cli.transformers_rollouts_report import rollouts_blocks, verdict_of
 from torchtune_adaptive.common import (
     Block,
@@ -42,10 +44,10 @@ GENERATING = ("GRPOTrainer", "RLOOTrainer")
 _HEADROOM = 0.05
 _NOT_SETTINGS = ("folder", "load_in_4bit", "lora", "ranks", "trainer")
 """Fields of a step that options give."""
-_UNUSED = ("plot", "html", "fastest", "may_change")
+_UNUSED = ("plot", "fastest", "may_change")
 """Options to which these steps have no answer."""
-_OF_SPEED = ("compare", "tokens", "price")
-"""Options to which those that have no speed have none, either."""
+_OF_STEPS = ("compare", "tokens", "price", "html")
+"""Options about steps alone."""
 
 
 def plan_transformers(
@@ -70,8 +72,11 @@ def plan_transformers(
     names = [name.strip() for name in (arguments.compare or "").split(",") if name.strip()]
     others = [gpus.gpu(name, "--compare") for name in names]
     asked_job = job(arguments.tokens, arguments.price, kind.name, names)
+    if arguments.html:
+        require_file(arguments.html)
     # Not by the capacity: vLLM takes its share of the whole card.
-    plan = _plan(step, kind, memory, machine, _estimate(step, device, file))
+    question = {"gpu": kind.name, "memory": memory, "headroom": _HEADROOM, "machine": machine}
+    plan = _plan(step, question, _estimate(step, device, file))
     hints = () if step.packing else ("padded=True or False says whether rows are padded",)
     told = (*arguments.hf.about, *(file.notes if file else hints))
     told += plan.assumptions if plan.speed else assumptions
@@ -93,26 +98,20 @@ def plan_transformers(
         print(json.dumps({**about, **asdict(plan), "compared": others_found}, indent=1))
     else:
         print(arguments.render(blocks), end="")
+    if arguments.html:
+        write_step_page(arguments, step, plan, device, question, file)
     return verdict
 
 
-def _plan(
-    step: TransformersStep,
-    kind: gpus.Gpu,
-    memory: int | None,
-    machine: Machine,
-    estimate: str = "",
-) -> Plan:
-    """The plan for a kind of GPU; remembered, or traced while the user sees the estimate."""
-    asked: dict[str, Any] = {"gpu": kind.name, "memory": memory, "headroom": _HEADROOM}
-    asked["machine"] = machine
-    plan = step.remembered(**asked)
-    return plan or with_progress(lambda: step.plan(**asked), estimate)
+def _plan(step: TransformersStep, question: dict[str, Any], estimate: str = "") -> Plan:
+    """The plan of a step; remembered, or traced while the user sees the estimate."""
+    plan = step.remembered(**question)
+    return plan or with_progress(lambda: step.plan(**question), estimate)
 
 
 def _on(kind: gpus.Gpu, step: TransformersStep, machine: Machine) -> DeviceAnswer:
     """The answer for another GPU."""
-    plan = _plan(step, kind, None, machine)
+    plan = _plan(step, {"gpu": kind.name, "headroom": _HEADROOM, "machine": machine})
     device, _ = planned_gpu(kind, step.ranks, _HEADROOM)
     found = plan.rows, plan.peak, plan.largest
     return DeviceAnswer(device, _verdict(plan, device), *found, plan.speed)
@@ -128,7 +127,7 @@ def _estimate(step: TransformersStep, device: DeviceLimits, file: TrainerFile | 
 
 def _rows_key(file: TrainerFile | None) -> str:
     """The key of the micro-batch, in the words of the trainer's file."""
-    return file.trainer.rows if file else "per_device_train_batch_size"
+    return file.trainer.rows if file else ROWS
 
 
 def _verdict(plan: Plan, device: DeviceLimits) -> str:
@@ -159,7 +158,7 @@ def refuse_unused_options(arguments: argparse.Namespace, file: TrainerFile | Non
         ConfigError: one is given.
     """
     trainer = file.settings["trainer"] if file else arguments.trainer
-    for name in (*_UNUSED, *(_OF_SPEED if trainer in GENERATING else ())):
+    for name in (*_UNUSED, *(_OF_STEPS if trainer in GENERATING else ())):
         if value := getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
             remedy = "Leave it out, or plan torchtune's step"

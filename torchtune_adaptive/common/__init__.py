@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from torchtune_adaptive.common.folder_lock import FolderInUse, FolderLock
+    from torchtune_adaptive.common.largest import largest
     from torchtune_adaptive.common.lazy import interface
     from torchtune_adaptive.common.number_rows import packed_rows, unpacked_rows
     from torchtune_adaptive.common.text import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,15 @@ from torchtune_adaptive.common import arguments
 from torchtune_adaptive.library.kept_steps import KeptSteps, NotTraced, answer_of
 from torchtune_adaptive.library.step_choices import EVEN, WORST
 from torchtune_adaptive.library.step_questions import ANY_LENGTH, StepQuestion, step_question
-from torchtune_adaptive.planner import Machine, Speed, TracedRun, call_alone
+from torchtune_adaptive.planner import (
+    DeviceLimits,
+    Machine,
+    Pace,
+    Speed,
+    TracedRun,
+    call_alone,
+    step_table,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -163,6 +171,26 @@ def answered(question: StepQuestion, timeout: float) -> Plan:
     return found
 
 
+def tabulated(
+    question: StepQuestion,
+    devices: Sequence[tuple[DeviceLimits, Pace | None]],
+    rows: tuple[int, ...] | None,
+) -> step_table.StepTable:
+    """The table of a step on devices; where something is traced, in a process that does nothing else."""
+    steps = KeptSteps(question)
+    run = _run(steps, question)
+    # Fewer rows than follow from others take a trace each.
+    found = step_table.table_of(
+        run, question.asked, devices, rows, few=question.least > run.ROWS[0]
+    )
+    steps.remember()
+    return replace(found, as_written=steps.as_written)
+
+
+def _run(steps: KeptSteps, question: StepQuestion) -> TracedRun:
+    return TracedRun(steps, ANY_LENGTH, rows=(question.least, question.least + 1))
+
+
 def remembered(question: StepQuestion) -> Plan | None:
     """The answer, if it takes no trace. It needs no torch."""
     try:
@@ -191,9 +219,7 @@ def _found(steps: KeptSteps, question: StepQuestion) -> Plan:
     asked = question.asked
     if asked.pace is not None:
         asked = replace(asked, pace=replace(asked.pace, compiled=bool(steps.as_written)))
-    least = question.least
-    run = TracedRun(steps, ANY_LENGTH, rows=(least, least + 1))
-    found, about = answer_of(run, asked, steps, least + 1)
+    found, about = answer_of(_run(steps, question), asked, steps, question.least + 1)
     steps.remember()
     return Plan(
         found.largest,

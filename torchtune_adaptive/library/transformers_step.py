@@ -26,7 +26,7 @@ from torchtune_adaptive.common import (
 from torchtune_adaptive.library import step_estimate
 from torchtune_adaptive.library.liger_choices import about_liger, check_kernels, refuse_types
 from torchtune_adaptive.library.model_types import about_kernels, refuse_loops
-from torchtune_adaptive.library.planning import Plan, answered, remembered
+from torchtune_adaptive.library.planning import Plan, answered, remembered, tabulated
 from torchtune_adaptive.library.step_choices import (
     ALL_LINEAR,
     DPO,
@@ -42,7 +42,7 @@ from torchtune_adaptive.library.step_questions import StepQuestion, step_questio
 
 if TYPE_CHECKING:
     from torchtune_adaptive.library.transformers_model import StepModel
-    from torchtune_adaptive.planner import Machine, Pace, Question
+    from torchtune_adaptive.planner import Machine, Pace, Question, step_table
 
 _STEPS = {
     SFT: "SFTTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
@@ -50,6 +50,8 @@ _STEPS = {
     PLAIN: "transformers' Trainer: all logits, in float32 for the loss",
 }
 _TYPES = ("float32", "bfloat16", "float16")
+_CEILING = 1 << 14
+"""The largest micro-batch that is considered, in rows."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": _TYPES,
     "bf16": (None, True, False),
@@ -265,7 +267,7 @@ class TransformersStep:
         self,
         gpu: str = "h100-80gb",
         memory: int | str | None = None,
-        ceiling: int = 1 << 14,
+        ceiling: int = _CEILING,
         headroom: float = 0.05,
         timeout: float = 600.0,
         cache: bool | str = True,
@@ -285,7 +287,7 @@ class TransformersStep:
         self,
         gpu: str = "h100-80gb",
         memory: int | str | None = None,
-        ceiling: int = 1 << 14,
+        ceiling: int = _CEILING,
         headroom: float = 0.05,
         cache: bool | str = True,
         machine: Machine | None = None,
@@ -304,6 +306,21 @@ class TransformersStep:
         of ten estimates are within ``ESTIMATE_ERROR`` of what ``plan`` predicts. None for a step that is not
         in the formulas."""
         return step_estimate.estimated(self)
+
+    # Micro-batches of many sizes on several GPUs, of which one is asked about. It may trace, so it is for a
+    # process that does nothing else.
+    def table(
+        self,
+        gpus: Sequence[str],
+        own: int,
+        rows: tuple[int, ...] | None,
+        memory: int | None,
+        headroom: float,
+        machine: Machine,
+    ) -> step_table.StepTable:
+        questions = [self._question(gpu, memory, _CEILING, headroom, True, machine) for gpu in gpus]
+        devices = [(one.asked.device, one.asked.pace) for one in questions]
+        return tabulated(questions[own], devices, rows)
 
     # For the process that traces: it needs torch.
     def model(self) -> StepModel:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
+    from torchtune_adaptive.planner import step_table
     from torchtune_adaptive.planner.memory import estimate, gpus
     from torchtune_adaptive.planner.memory.peak import (
         DOES_NOT_FIT,
         DeviceLimits,
         Peak,
         StartUp,
-        largest,
         peak,
     )
     from torchtune_adaptive.planner.memory.planned import gpu_limits, planned_gpu

@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
+from torchtune_adaptive.common import largest
 from torchtune_adaptive.planner.memory.peak import (
     DOES_NOT_FIT,
     DeviceLimits,
     Peak,
-    largest,
     replayed,
     runs_with_retries,
     timeline,

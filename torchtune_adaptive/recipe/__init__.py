@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.recipe.plan.request import PlanRequest, on_devices, plan_request
     from torchtune_adaptive.recipe.plan.rollout import RolloutPrediction
-    from torchtune_adaptive.recipe.plan.table import OnDevice, StepTable, tabulated
+    from torchtune_adaptive.recipe.plan.table import tabulated
     from torchtune_adaptive.recipe.proofreading import mistakes_in
     from torchtune_adaptive.recipe.registry import (
         RECIPES,

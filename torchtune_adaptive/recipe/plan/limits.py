@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from torchtune_adaptive.planner import TracedRun, largest, peak
+from torchtune_adaptive.common import largest
+from torchtune_adaptive.planner import TracedRun, peak
 from torchtune_adaptive.recipe.plan.predict import Prediction, predict
 from torchtune_adaptive.recipe.plan.query import Query
 from torchtune_adaptive.recipe.tracing.traces import Traces
