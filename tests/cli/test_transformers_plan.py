@@ -88,7 +88,7 @@ def test_speed_hours_and_other_gpus(
 
     def remembered(step: TransformersStep, gpu: str, machine: Machine, **_: Any) -> Plan:
         machines[gpu] = machine
-        known = {"a100-80gb": 1000.0, "h100-80gb": 2500.0}
+        known = {"a100-80gb": 1000.0, "h100-80gb": 2500.0}  # by default an H100
         parts = {"gemm": 0.75, "memory": 0.25}
         speed = Speed(2.0, known[gpu], 0.4, parts, 0.2, (-0.3, 0.05)) if gpu in known else None
         lines = ("power: 300 W",) if speed else ()
@@ -114,6 +114,8 @@ def test_speed_hours_and_other_gpus(
     found = json.loads(capsys.readouterr().out)
     assert (found["hours"], found["cost"], found["speed"]["mfu"]) == (10, 10, 0.4)
     assert [one["speed"] is None for one in found["compared"]] == [False, False, True]
+    plan_command(asked(folder, "--memory", "24GiB"))
+    assert "tokens/s" not in capsys.readouterr().out, "memory tells of no speed"
 
 
 def test_trainers_have_their_own_defaults(tmp_path: Path, steps: Any) -> None:

@@ -47,7 +47,7 @@ def write_step_page(
     file: TrainerFile | None,
 ) -> None:
     """Write the page of a step that has a plan; where the user interrupts, of what is known by then.
-    ``asked`` has the arguments of ``step.plan``.
+    ``asked`` has the arguments of ``step.plan``, and whether speeds are known (``timed``).
 
     Raises:
         NoPrediction: memory depends on more than a page shows.
@@ -93,7 +93,7 @@ class _Tables:
         step: what the user asks.
         gpus: the names of the GPUs.
         own: the place of the one that the user asks for.
-        asked: the arguments of ``step.plan``.
+        asked: the arguments of ``step.plan``, and ``timed``.
         file: the trainer's file, if there is one.
     """
 
@@ -116,7 +116,7 @@ class _Tables:
         """Trace what is not known, and wait for it; an interruption ends that, and keeps what is there."""
         changes = dict(_changes(self._step, self._asked["machine"]))
         with TraceProgress(1 + len(changes)) as progress, processes(_PRELOAD) as call:
-            rest = [self._asked[each] for each in ("memory", "headroom", "machine")]
+            rest = [self._asked[each] for each in ("memory", "headroom", "machine", "timed")]
 
             def ask(name: str, step: TransformersStep, rows: tuple[int, ...] | None) -> Any:
                 found = call(step.table, self._gpus, self._own, rows, *rest)
@@ -169,8 +169,7 @@ class _Tables:
         is_on = step.gradient_checkpointing
         overrides = ""
         if is_on != self._step.gradient_checkpointing:
-            switch = self._file.trainer.checkpointing if self._file else _CHECKPOINTING
-            key, on = switch
+            key, on = self._file.trainer.checkpointing if self._file else _CHECKPOINTING
             overrides = f"{key}={str(on if is_on else not on).lower()}"
         checkpointing = "on" if is_on else "off"
         return PageChoice(step.max_length, step.ranks, checkpointing, overrides, table)

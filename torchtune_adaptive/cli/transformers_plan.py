@@ -77,6 +77,9 @@ def plan_transformers(
     # Not by the capacity: vLLM takes its share of the whole card.
     question = {"gpu": kind.name, "memory": memory, "headroom": _HEADROOM, "machine": machine}
     plan = _plan(step, question, _estimate(step, device, file))
+    is_named = gpu is not None or memory is None
+    if not is_named:  # how fast a GPU is does not follow from its memory
+        plan = replace(plan, speed=None)
     hints = () if step.packing else ("padded=True or False says whether rows are padded",)
     told = (*arguments.hf.about, *(file.notes if file else hints))
     told += plan.assumptions if plan.speed else assumptions
@@ -99,7 +102,7 @@ def plan_transformers(
     else:
         print(arguments.render(blocks), end="")
     if arguments.html:
-        write_step_page(arguments, step, plan, device, question, file)
+        write_step_page(arguments, step, plan, device, {**question, "timed": is_named}, file)
     return verdict
 
 

@@ -317,9 +317,10 @@ class TransformersStep:
         memory: int | None,
         headroom: float,
         machine: Machine,
+        timed: bool,
     ) -> step_table.StepTable:
         questions = [self._question(gpu, memory, _CEILING, headroom, True, machine) for gpu in gpus]
-        devices = [(one.asked.device, one.asked.pace) for one in questions]
+        devices = [(one.asked.device, one.asked.pace if timed else None) for one in questions]
         return tabulated(questions[own], devices, rows)
 
     # For the process that traces: it needs torch.
