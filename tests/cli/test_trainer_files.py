@@ -247,7 +247,6 @@ def test_all_refusals_are_told_at_once() -> None:
         "qlora_fsdp.yaml cannot be planned as Axolotl trains it:\n",
         "  optimizer: lion_8bit has a state or a step that is not planned. What can be planned: "
         "adamw_torch_fused, adamw_torch, sgd, adafactor, adamw_8bit",
-        "  fsdp: true stores weights of 4 bits in another type, which is not planned.",
         "  fsdp_version: 1 is FSDP1, whose flat parameters are not planned. To plan FSDP2, add "
         "fsdp_version=2.",
         "  fsdp_config.offload_params: true keeps weights on the host",
@@ -261,7 +260,7 @@ def test_all_refusals_are_told_at_once() -> None:
 def test_what_is_advised_makes_a_plan() -> None:
     found = settings(
         FOLDER / "axolotl" / "qlora_fsdp.yaml",
-        *("adapter=lora", "load_in_4bit=false", "optimizer=adamw_torch_fused"),
+        "optimizer=adamw_torch_fused",
         *("fsdp_version=2", "fsdp_config.offload_params=false"),
     )
     assert found["fsdp"] and found["lora"] and found["optim"] == "adamw_torch_fused"
@@ -272,9 +271,23 @@ def test_what_is_advised_makes_a_plan() -> None:
     found = settings(
         FOLDER / "llama_factory" / "qlora_dpo.yaml",
         *("deepspeed=null", "fsdp=full_shard", "fsdp_config.version=2", "stage=sft"),
-        "quantization_bit=null",
     )
     assert found["fsdp"] and found["target_modules"] == ["q_proj", "v_proj"]
+    assert found["load_in_4bit"]
+
+
+def test_what_shards_weights_of_4_bits_is_what_each_trainer_stores_them_as() -> None:
+    def storage(path: str, *changes: str) -> Any:
+        return settings(FOLDER / path, *changes)["bnb_4bit_quant_storage"]
+
+    assert storage("trl_sft/qlora.yaml", "fsdp=full_shard") == "uint8"
+    given = "bnb_4bit_quant_storage=bfloat16"
+    assert storage("trl_sft/qlora.yaml", "fsdp=full_shard", given) == "bfloat16"
+    assert storage("llama_factory/qlora_dpo.yaml", "deepspeed=null", "stage=sft") == "bfloat16"
+    planned = "optimizer=adamw_torch_fused", "fsdp_version=2", "fsdp_config.offload_params=false"
+    assert storage("axolotl/qlora_fsdp.yaml", *planned) == "bfloat16"
+    other = "bnb_config_kwargs.bnb_4bit_quant_storage=uint8"
+    assert storage("axolotl/qlora_fsdp.yaml", *planned, other) == "uint8"
 
 
 def test_kernels_of_liger_are_those_that_a_file_switches_on() -> None:
@@ -355,7 +368,11 @@ def test_kernels_of_liger_are_those_that_a_file_switches_on() -> None:
         ),
         ("llama_factory/lora_sft", ["quantization_bit=8"], "quantization_bit: 8 has weights of 8"),
         ("llama_factory/lora_sft", ["quantization_method=hqq"], "bits in another format"),
-        ("trl_sft/qlora", ["fsdp=full_shard"], "stores weights of 4 bits in another type"),
+        (
+            "trl_sft/qlora",
+            ["bnb_4bit_quant_storage=int8"],
+            "bnb_4bit_quant_storage: int8 is a type for weights of 4 bits that is not planned",
+        ),
         ("axolotl/lora", ["tensor_parallel_size=2"], "divides rows or layers over ranks"),
         (
             "axolotl/lora_fsdp2",

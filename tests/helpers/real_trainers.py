@@ -1,13 +1,14 @@
 """Peaks of the steps of transformers' Trainer and TRL's, planned and measured, as JSON.
 
-A program for an environment that has these libraries, PEFT and ours: ``python real_trainers.py``. They are
-imported where they are needed, since each process that traces imports this file.
+A program for an environment that has these libraries, PEFT and ours: ``python real_trainers.py``, beside
+``fsdp2_on_cpu.py``. They are imported where they are needed, since each process that traces imports this.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ FP16 = {"bf16": False, "fp16": True}
 HALF = {"dtype": "bfloat16"}
 LIGER = {"use_liger_kernel": True}
 QLORA = {**HALF, "lora": True, "load_in_4bit": True}
+SHARDED = {"ranks": 2, "fsdp": True}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
 EXPERTS |= {"router_aux_loss_coef": 0.01, "head_dim": 32, "vocab_size": 256}
 """What a mixture of experts has besides, by the names of Qwen3-MoE: its peak is where experts run."""
@@ -82,6 +84,18 @@ CASES: dict[str, dict[str, Any]] = {  # those of Liger last: it replaces functio
     "SFT with QLoRA in float32": {**SFT, **QLORA, "dtype": "float32"},
     "SFT with QLoRA and no checkpointing": {**SFT, **QLORA, "gradient_checkpointing": False},
     "DPO with QLoRA": {**DPO, **QLORA},
+    "SFT on two ranks": {**SFT, **SHARDED},
+    "SFT with adapters on two ranks": {**SFT, **SHARDED, **HALF, "lora": True},
+    "SFT with QLoRA on two ranks": {**SFT, **SHARDED, **QLORA, "bnb_4bit_use_double_quant": True},
+    **{
+        f"{name} that is shared": {**case, **SHARDED, **QLORA, "bnb_4bit_quant_storage": "bfloat16"}
+        for name, case in (
+            ("SFT with QLoRA", SFT),
+            ("SFT with QLoRA and no checkpointing", {**SFT, "gradient_checkpointing": False}),
+            ("Trainer with QLoRA", {**PLAIN, "gradient_checkpointing": True}),
+            ("DPO with QLoRA", DPO),
+        )
+    },
     "Trainer with 32-bit moments": {**PLAIN, "bf16": False, "optim": "paged_adamw_32bit"},
     "Trainer with experts": {**PLAIN, **MOE, **EVEN, "bf16": False},
     "Trainer with experts at worst": {**PLAIN, **MOE, **WORST, "bf16": False},
@@ -178,7 +192,8 @@ CASES: dict[str, dict[str, Any]] = {  # those of Liger last: it replaces functio
     },
 }
 OURS = ("trainer", "dtype", "lora", "lora_dropout", "target_modules", "load_in_4bit")
-OURS += ("bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant", "prepare_for_kbit_training")
+OURS += ("bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage")
+OURS += ("prepare_for_kbit_training",)
 OURS += ("target_parameters", "experts_implementation", "model_type", "routing", "balanced")
 """Settings that the trainers' own arguments do not have."""
 NOT_SETTINGS = ("model_type", "routing", "balanced")
@@ -274,6 +289,7 @@ def quantized(model: Any, dtype: Any, case: dict[str, Any]) -> Any:
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=getattr(torch, compute_in),
             bnb_4bit_use_double_quant=double,
+            bnb_4bit_quant_storage=case.get("bnb_4bit_quant_storage"),
         ),
     )
     operations = torch.ops.bitsandbytes
@@ -342,6 +358,9 @@ def measured(case: dict[str, Any]) -> int:
     in_fp16 = arguments.pop("fp16", False)
     arguments |= {"bf16": case.get("bf16", True), "max_steps": 3, "use_cpu": True}
     arguments |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    if arguments.pop("ranks", 1) > 1:
+        layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        arguments["fsdp_config"] = {"fsdp_version": 2, "reshard_after_forward": True, **layers}
     more: dict[str, Any] = {}
     if case.get("lora"):
         from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -368,6 +387,11 @@ def measured(case: dict[str, Any]) -> int:
         more["processing_class"] = tokenizer()
 
     class Watch(transformers.TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            for each in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+                memory.adopt([*each.parameters(), *each.buffers()])
+            memory.adopt(beside)
+
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             gc.collect()
             memory.watch()
@@ -384,8 +408,7 @@ def measured(case: dict[str, Any]) -> int:
         accelerator = trainer.accelerator
         accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for each in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
-        memory.adopt([*each.parameters(), *each.buffers(), *beside_weights(each)])
+    beside = beside_weights(trainer.model)  # FSDP2 has weights of its own
     with memory.running():
         trainer.train()
     return memory.usage().peak_bytes
@@ -405,9 +428,21 @@ def planned(case: dict[str, Any]) -> int:
 
 
 def main(names: Sequence[str]) -> None:
-    results = {name: (planned(CASES[name]), measured(CASES[name])) for name in names or CASES}
+    from fsdp2_on_cpu import first_of
+
+    results = {}
+    for name in names or CASES:
+        case = CASES[name]
+        ranks = case.get("ranks", 1)
+        found = measured(case) if ranks == 1 else first_of(ranks, __file__, name)
+        results[name] = planned(case), found
     print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if "RANK" in os.environ:
+        from fsdp2_on_cpu import tell
+
+        tell(lambda: measured(CASES[sys.argv[1]]))
+    else:
+        main(sys.argv[1:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.torchvision import without_torchvision
+from torchtune_adaptive import TransformersStep
 from torchtune_adaptive.library.four_bit import FourBitLinear, prepare, quantize
 from torchtune_adaptive.library.trainer_parts import Adapters, Autocast, adapt
 
@@ -30,6 +34,13 @@ def test_bytes_of_a_layer(double: bool, of_scales: int) -> None:
     layer = four_bit(96, 128, double)
     table, mean = 16 * 4, 4
     assert held(layer) == 96 * 128 // 2 + of_scales + table + mean * double
+
+
+def test_what_looks_like_numbers_has_as_many_bytes() -> None:
+    like = nn.Linear(129, 3, bias=False, dtype=torch.bfloat16)  # 194 bytes, which 4 do not divide
+    for storage, numbers in ((torch.uint8, 194), (torch.bfloat16, 97), (torch.float32, 49)):
+        weight = FourBitLinear(like, torch.bfloat16, False, storage).weight
+        assert weight.dtype == storage and weight.shape == (numbers, 1)
 
 
 def test_bits_of_a_large_weight() -> None:
@@ -88,3 +99,40 @@ def test_inputs_of_adapters_are_cast_unless_autocast_does_it() -> None:
             with Autocast():
                 assert model.up(torch.zeros(3, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
         assert made.pop() == expected
+
+
+def test_weights_of_4_bits_are_not_prepared() -> None:
+    model = Model()
+    quantize(model, torch.bfloat16, True, torch.bfloat16)
+    prepare(model)
+    assert model.up.weight.dtype == torch.bfloat16 and model.up.weight.shape == (32, 1)
+    assert model.norm.weight.dtype == torch.float32
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
+LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def test_ranks_share_what_fsdp_can_shard(tmp_path: Path) -> None:
+    """As accelerate does, FSDP2 leaves bytes alone: they are whole on each rank."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    qlora = {"dtype": "bfloat16", "lora": True, "load_in_4bit": True}
+
+    def parameters(**settings: Any) -> int:
+        step = TransformersStep(
+            folder=str(tmp_path),
+            per_device_train_batch_size=2,
+            max_length=16,
+            ranks=2,
+            **qlora,
+            **settings,
+        )
+        return step.plan(gpu="cpu", memory="1GiB", ceiling=2, cache=False).parts["parameters"]
+
+    with without_torchvision():
+        whole = parameters(fsdp=True)
+        shared = parameters(fsdp=True, bnb_4bit_quant_storage="bfloat16")
+        copied = parameters(bnb_4bit_quant_storage="bfloat16")
+    packed = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3) // 2
+    assert whole - shared == packed // 2
+    assert copied > whole  # the rest is shared

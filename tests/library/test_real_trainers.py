@@ -32,7 +32,8 @@ def test_what_is_planned_with_liger_is_what_its_functions_take(
 
 
 def compare(python: Path, names: list[str], tmp_path: Path) -> None:
-    script = shutil.copy(ROOT / "tests" / "helpers" / "real_trainers.py", tmp_path)
+    for name in ("fsdp2_on_cpu.py", "real_trainers.py"):
+        script = shutil.copy(ROOT / "tests" / "helpers" / name, tmp_path)
     done = subprocess.run(
         [python, script, *names],
         cwd=tmp_path,

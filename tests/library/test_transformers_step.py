@@ -51,8 +51,9 @@ def step(**settings: Any) -> TransformersStep:
             "load_in_4bit: weights of 4 bits cannot be trained. Set lora=True",
         ),
         (
-            {"load_in_4bit": True, "lora": True, "fsdp": True, "ranks": 2},
-            "fsdp: sharded weights of 4 bits",
+            {"load_in_4bit": True, "lora": True, "fsdp": True, "ranks": 2}
+            | {"bnb_4bit_quant_storage": "float16"},
+            "bnb_4bit_quant_storage: .* to bfloat16, .* Set bnb_4bit_quant_storage=bfloat16",
         ),
         ({"optim": "adafactor", "fsdp": True, "ranks": 2}, "fsdp: adafactor cannot update"),
         (

@@ -30,18 +30,26 @@ class FourBitLinear(nn.Module):
         like: the layer that it replaces.
         compute_in: the type in which it multiplies.
         double: whether the scales of the blocks have 8 bits instead of 32.
+        storage: the type that the weight looks like. One for numbers is one that FSDP2 can shard.
     """
 
     scales: torch.Tensor
     mean_scale: torch.Tensor
 
-    def __init__(self, like: nn.Linear, compute_in: torch.dtype, double: bool) -> None:
+    def __init__(
+        self,
+        like: nn.Linear,
+        compute_in: torch.dtype,
+        double: bool,
+        storage: torch.dtype = torch.uint8,
+    ) -> None:
         super().__init__()
         self.shape, self.dtype = like.weight.shape, like.weight.dtype
         self.out_features, self.in_features = self.shape
         self.compute_in, self.nested = compute_in, double
         device = like.weight.device
-        codes = torch.empty(-(-self.shape.numel() // 2), 1, dtype=torch.uint8, device=device)
+        count = -(-self.shape.numel() // (2 * storage.itemsize))
+        codes = torch.empty(count, 1, dtype=storage, device=device)
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.bias = like.bias
         blocks = -(-self.shape.numel() // _BLOCK)
@@ -99,18 +107,26 @@ class _Product(torch.autograd.Function):
         return torch.matmul(grad, weight), None, None, None
 
 
-def quantize(model: Any, compute_in: torch.dtype, double: bool) -> None:
+def quantize(
+    model: Any, compute_in: torch.dtype, double: bool, storage: torch.dtype = torch.uint8
+) -> None:
     """Let all linear layers of a model but the head have 4 bits, as transformers does when it loads it."""
     head = model.get_output_embeddings()
     for name, module in [*model.named_modules()]:
         if type(module) is nn.Linear and module is not head:
             parent, _, last = name.rpartition(".")
-            layer = FourBitLinear(module, compute_in, double)
+            layer = FourBitLinear(module, compute_in, double, storage)
             setattr(model.get_submodule(parent), last, layer.requires_grad_(False))
 
 
 def prepare(model: Any) -> None:
     """Let what has no 4 bits have 32, as PEFT's ``prepare_model_for_kbit_training`` does."""
+    of_4_bits = weights_of_4_bits(model)
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and parameter not in of_4_bits:
             parameter.data = parameter.data.float()
+
+
+def weights_of_4_bits(model: nn.Module) -> set[nn.Parameter]:
+    """The weights of all layers that have 4 bits."""
+    return {module.weight for module in model.modules() if isinstance(module, FourBitLinear)}

@@ -69,7 +69,7 @@ def _is_known(step: Any) -> bool:
         step.use_liger_kernel
         or step.target_parameters
         or step.optim not in _STATE
-        or (step.fsdp and step.half is None)
+        or (step.fsdp and (step.half is None or step.load_in_4bit))
         or (step.load_in_4bit and step.computes_4_bits_in == "float32")
         # Otherwise another model is its reference.
         or (step.trainer == DPO and not (step.lora or step.precompute_ref_log_probs))

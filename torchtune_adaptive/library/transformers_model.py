@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from torchtune_adaptive.common import NoPrediction, UsageError
 from torchtune_adaptive.library.experts import balance_loss, balance_weight
-from torchtune_adaptive.library.four_bit import prepare, quantize
+from torchtune_adaptive.library.four_bit import prepare, quantize, weights_of_4_bits
 from torchtune_adaptive.library.liger import apply_liger, rotate
 from torchtune_adaptive.library.private import attends_by_sdpa, layers_of
 from torchtune_adaptive.library.step_choices import DPO, PLAIN, SFT
@@ -78,7 +78,8 @@ class StepModel:
         model = self.made()
         if self.step.load_in_4bit:
             compute_in = getattr(torch, self.step.computes_4_bits_in)
-            quantize(model, compute_in, self.step.bnb_4bit_use_double_quant)
+            storage = getattr(torch, self.step.bnb_4bit_quant_storage)
+            quantize(model, compute_in, self.step.bnb_4bit_use_double_quant, storage)
             if self.step.is_prepared:
                 prepare(model)
         if self.step.lora:
@@ -267,9 +268,12 @@ class StepModel:
         options: dict[str, Any] = {}
         if half := self.half:
             for parameter in model.parameters():
-                if parameter.requires_grad:  # accelerate's master weights
+                # accelerate's master weights, which it makes of models without 4 bits
+                if parameter.requires_grad and not self.step.load_in_4bit:
                     parameter.data = parameter.data.float()
             options["mp_policy"] = MixedPrecisionPolicy(half, half, half)
+        if self.step.load_in_4bit and not self.step.shares_4_bits:
+            options["ignored_params"] = weights_of_4_bits(model)
         for layer in layers_of(model):
             fully_shard(layer, **options)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

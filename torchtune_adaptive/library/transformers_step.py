@@ -18,24 +18,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchtune_adaptive.common import (
     NoPrediction,
-    UsageError,
-    arguments,
     package_fingerprint,
     versions_of,
 )
 from torchtune_adaptive.library import step_estimate
-from torchtune_adaptive.library.liger_choices import about_liger, check_kernels, refuse_types
+from torchtune_adaptive.library.liger_choices import about_liger, refuse_types
 from torchtune_adaptive.library.model_types import about_kernels, refuse_loops
 from torchtune_adaptive.library.planning import Plan, answered, remembered, tabulated
+from torchtune_adaptive.library.step_checks import check_step
 from torchtune_adaptive.library.step_choices import (
     ALL_LINEAR,
     DPO,
-    IMPLEMENTATIONS,
     OPTIMIZERS,
     PLAIN,
     SFT,
     TILE_TOKENS,
-    UNSHARDED,
     about_optimizer,
 )
 from torchtune_adaptive.library.step_questions import StepQuestion, step_question
@@ -49,25 +46,8 @@ _STEPS = {
     DPO: "DPOTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
     PLAIN: "transformers' Trainer: all logits, in float32 for the loss",
 }
-_TYPES = ("float32", "bfloat16", "float16")
 _CEILING = 1 << 14
 """The largest micro-batch that is considered, in rows."""
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "dtype": _TYPES,
-    "bf16": (None, True, False),
-    "bnb_4bit_compute_dtype": (None, *_TYPES),
-    "prepare_for_kbit_training": (None, True, False),
-    "optim": OPTIMIZERS,
-    "experts_implementation": (None, *IMPLEMENTATIONS),
-    "output_router_logits": (None, True, False),
-    **dict.fromkeys(
-        (
-            *("padded", "packing", "fp16", "gradient_checkpointing", "lora", "load_in_4bit"),
-            *("bnb_4bit_use_double_quant", "precompute_ref_log_probs", "use_liger_kernel", "fsdp"),
-        ),
-        (True, False),
-    ),
-}
 _PACKAGES = (
     *(
         "torch",
@@ -82,13 +62,6 @@ _PACKAGES = (
     *("mamba-ssm", "causal-conv1d", "flash-linear-attention"),
 )
 """Packages on whose version it may depend how a model computes."""
-_NUMBERS = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "max_length",
-    "r",
-    "ranks",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +121,9 @@ class TransformersStep:
     """The type in which these layers compute; None is ``dtype``, as TRL's own command has it."""
     bnb_4bit_use_double_quant: bool = False
     """Whether the scales of their weights are quantized as well."""
+    bnb_4bit_quant_storage: str = "uint8"
+    """The type that their weights are stored as. With ``fsdp``, each rank has all of those in ``uint8``, and
+    its share of those in ``bfloat16``, ``float16`` or ``float32``."""
     prepare_for_kbit_training: bool | None = None
     """Whether what has no 4 bits is cast to float32, as PEFT's ``prepare_model_for_kbit_training`` does; by
     default, with ``Trainer``."""
@@ -182,58 +158,7 @@ class TransformersStep:
     # Settings by which steps are not told apart as they are remembered.
 
     def __post_init__(self) -> None:
-        arguments.one_of("trainer", self.trainer, tuple(self.STEPS))
-        for name, choices in _CHOICES.items():
-            arguments.one_of(name, getattr(self, name), choices)
-        for name in _NUMBERS:
-            arguments.whole(name, getattr(self, name))
-        arguments.share("lora_dropout", self.lora_dropout)
-        if self.fsdp and self.has_pairs and not (self.lora or self.precompute_ref_log_probs):
-            raise UsageError(
-                "fsdp: two sharded models, as DPO with a reference in memory has, cannot be traced. Set "
-                "precompute_ref_log_probs=True, or fsdp=False for ranks that have all weights (more memory)."
-            )
-        if self.packing and (self.trainer != SFT or self.padded):
-            reason = "has no padding" if self.padded else f"is SFTTrainer's, not {self.trainer}'s"
-            raise UsageError(
-                f"packing: what is packed {reason}. Set padded=False and trainer={SFT!r}."
-            )
-        if self.packing and self.half is None and self.dtype == "float32":
-            raise UsageError(
-                "packing: FlashAttention, which keeps packed samples apart, has no kernels for float32. Set "
-                "bf16=True or dtype=bfloat16."
-            )
-        if self.router_aux_loss_coef is not None:
-            arguments.weight("router_aux_loss_coef", self.router_aux_loss_coef)
-            if self.trainer == PLAIN:
-                raise UsageError(
-                    "router_aux_loss_coef: Trainer has no such argument. Set output_router_logits=True, "
-                    "which turns the loss on."
-                )
-        if self.output_router_logits is not None and self.trainer != PLAIN:
-            raise UsageError(
-                f"output_router_logits: {self.trainer} decides by router_aux_loss_coef. Set that."
-            )
-        check_kernels(self.liger_kernel_config, self.trainer != PLAIN)
-        if self.fp16 and self.bf16:
-            raise UsageError("fp16: the model computes in one type. Leave bf16 out.")
-        if self.fp16 and self.dtype == "float16" and not self.lora:
-            raise UsageError(
-                "dtype: gradients of weights in float16 cannot be scaled. Use dtype=float32, or lora=True, "
-                "which trains adapters in float32."
-            )
-        if self.load_in_4bit and not self.lora:
-            raise UsageError("load_in_4bit: weights of 4 bits cannot be trained. Set lora=True.")
-        if self.load_in_4bit and self.fsdp:
-            raise UsageError(
-                "fsdp: sharded weights of 4 bits, which bitsandbytes has to store in another type, are not "
-                "planned. Set fsdp=False for ranks that have all weights (more memory)."
-            )
-        if self.fsdp and self.optim in UNSHARDED:
-            raise UsageError(
-                f"fsdp: {self.optim} cannot update parameters that FSDP2 has sharded. Use "
-                "optim=adamw_torch_fused, or fsdp=False for ranks that have all weights (more memory)."
-            )
+        check_step(self)
 
     @property
     def has_pairs(self) -> bool:
@@ -251,6 +176,11 @@ class TransformersStep:
     def computes_4_bits_in(self) -> str:
         """The type in which layers of 4 bits compute."""
         return self.bnb_4bit_compute_dtype or self.dtype
+
+    @property
+    def shares_4_bits(self) -> bool:
+        """Whether ranks share weights of 4 bits: FSDP2 takes those that look like numbers."""
+        return self.fsdp and self.bnb_4bit_quant_storage != "uint8"
 
     @property
     def is_prepared(self) -> bool:
@@ -437,6 +367,12 @@ class TransformersStep:
                 f"linear layers: 4 bits as of bitsandbytes 0.50, {double} double quantization, computing in "
                 f"{self.computes_4_bits_in}; the rest is in {others}"
             )
+            if self.fsdp:
+                shared = "shared by ranks" if self.shares_4_bits else "whole on each rank"
+                lines.append(
+                    f"weights of 4 bits: stored as {self.bnb_4bit_quant_storage}, so {shared}; their scales "
+                    "are whole on each rank"
+                )
         if self.lora:
             targets = self.target_modules
             named = targets if isinstance(targets, str) else ", ".join(targets)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import ranks as helper
+from tests.helpers.fsdp2_on_cpu import fsdp2_on_cpu as fsdp2_on_cpu
 from torchtune_adaptive.integrations import Adaptive
 from torchtune_adaptive.integrations.transformers import adaptive
 
@@ -386,19 +387,3 @@ def assert_near(distances: dict[str, float]) -> None:
     """
     assert distances["loss"] <= 1e-6 and distances["learning_rate"] <= 1e-6, distances
     assert distances["grad_norm"] <= 5e-6, distances
-
-
-def fsdp2_on_cpu() -> None:
-    """accelerate gives FSDP2 to accelerators only; everything else works on a CPU as well."""
-    import accelerate.state
-
-    init = accelerate.state.AcceleratorState.__init__
-
-    def told(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        fsdp_plugin = fsdp_plugin or vars(self).get("fsdp_plugin")  # each other state sets it back
-        if fsdp_plugin is not None:
-            self.distributed_type = accelerate.state.DistributedType.FSDP
-            self.fsdp_plugin = fsdp_plugin
-
-    accelerate.state.AcceleratorState.__init__ = told

@@ -65,7 +65,9 @@ _KEYS: Keys = {
     "sequence_len": Sets("max_length", 512),
     "adapter": Sets("lora", None, {None: False, "lora": True, "qlora": True}, _TRAINED),
     "load_in_4bit": Joint("load_in_4bit, which goes with adapter: qlora", False, (True, False)),
-    "bnb_config_kwargs": Joint("bnb_4bit_use_double_quant, which is true by default", {}),
+    "bnb_config_kwargs": Joint(
+        "bnb_4bit_use_double_quant and bnb_4bit_quant_storage, by default true and bfloat16", {}
+    ),
     "lora_r": Sets("r", 8),
     "lora_dropout": Sets("lora_dropout", 0.0),
     "lora_target_linear": Joint("target_modules: linear-layers", False, (True, False)),
@@ -366,6 +368,7 @@ def _read_four_bits(values: Mapping[str, Any], reading: FileReading) -> None:
         reading.settings |= {
             "load_in_4bit": True,
             "bnb_4bit_use_double_quant": given.get("bnb_4bit_use_double_quant") is not False,
+            "bnb_4bit_quant_storage": given.get("bnb_4bit_quant_storage", "bfloat16"),
             "prepare_for_kbit_training": False,  # it is, and then cast back
         }
 

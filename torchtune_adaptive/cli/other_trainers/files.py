@@ -208,17 +208,12 @@ def _apply(given: dict[str, Any], change: str, trainer: Trainer) -> None:
 
 
 def _refuse_four_bits(trainer: Trainer, given: Mapping[str, Any], reading: FileReading) -> None:
-    """Refuse weights of 4 bits that nothing trains, or that FSDP shards."""
-    if not reading.settings.get("load_in_4bit"):
-        return
-    if not reading.settings.get("lora"):
+    """Refuse weights of 4 bits that nothing trains."""
+    if reading.settings.get("load_in_4bit") and not reading.settings.get("lora"):
         key, value = trainer.adapters
         reason = "trains the weights themselves, and those of 4 bits have no gradients"
         remedy = f"Train adapters ({key}: {str(value).lower()})"
         reading.refuse(key, given.get(key), reason, remedy)
-    if reading.settings.get("fsdp"):
-        reason = "stores weights of 4 bits in another type, which is not planned"
-        reading.refuse("fsdp", True, reason, "Plan GPUs that have all weights, which take more")
 
 
 def _unread(ignored: Sequence[str], unknown: Sequence[str], trainer: Trainer) -> list[str]:

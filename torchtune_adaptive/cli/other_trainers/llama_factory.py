@@ -185,7 +185,10 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
     if values["moe_aux_loss_coef"]:
         reading.settings["output_router_logits"] = True
     if reading.settings.get("load_in_4bit"):
-        reading.settings["prepare_for_kbit_training"] = False
+        reading.settings |= {
+            "prepare_for_kbit_training": False,
+            "bnb_4bit_quant_storage": "bfloat16",  # the type that it computes in
+        }
     if read_sharding(values["fsdp"], values["fsdp_config"], 1, reading):
         reading.settings["fsdp"] = True
 

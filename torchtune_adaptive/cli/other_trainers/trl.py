@@ -63,6 +63,12 @@ COMMON: Keys = {
     "use_dora": Refused("gives adapters magnitudes, which are not planned"),
     "load_in_4bit": Sets("load_in_4bit", False),
     "use_bnb_nested_quant": Sets("bnb_4bit_use_double_quant", False),
+    "bnb_4bit_quant_storage": Sets(
+        "bnb_4bit_quant_storage",
+        "uint8",
+        {name: name for name in ("uint8", "bfloat16", "float16", "float32")},
+        "is a type for weights of 4 bits that is not planned",
+    ),
     "load_in_8bit": Refused(
         EIGHT_BITS, "Plan adapters on weights of 4 bits or bfloat16: load_in_8bit=false"
     ),
@@ -107,7 +113,7 @@ _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust")
 IGNORED = training_arguments.IGNORED | names(
     """
     model_revision lora_alpha lora_task_type use_rslora bnb_4bit_quant_type
-    bnb_4bit_quant_storage bnb_4bit_compute_dtype trust_remote_code
+    bnb_4bit_compute_dtype trust_remote_code
     dataset_num_proc truncation_mode pad_to_multiple_of pad_token eos_token datasets
     streaming test_split_size dataset_name dataset_config dataset_train_split dataset_test_split
     dataset_streaming ignore_bias_buffers env accelerate_config dataset_mixture

@@ -176,7 +176,7 @@ def _require_all_ranks(model: nn.Module, data_ranks: int, ranks: Ranks) -> None:
 
 def _require_whole_mesh(model: nn.Module, ranks: Ranks) -> None:
     for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
             raise UsageError(
                 f"model: {name} is not sharded, so nothing reduces its gradient. Apply fully_shard to the "
                 "whole model, without ignored_params."
