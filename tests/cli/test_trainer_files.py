@@ -646,6 +646,29 @@ def test_a_file_of_trl_may_be_of_either(tmp_path: Path) -> None:
         read_file(path, asked="Trainer")
 
 
+def test_rows_without_padding_are_one_row_where_the_trainer_has_them(tmp_path: Path) -> None:
+    flash = {"attn_implementation": "flash_attention_2"}
+    alone = read_file(changed(tmp_path, "trl_sft/full", padding_free=True, **flash))
+    assert alone is not None
+    assert (alone.settings["padding_free"], alone.settings["packing"]) == (True, False)
+    assert any("wants max_length: null" in note for note in alone.notes)
+    packed = changed(tmp_path, "trl_sft/full", padding_free=True, packing=True, **flash)
+    assert settings(packed)["padding_free"] and settings(packed)["packing"]
+    pairs = read_file(changed(tmp_path, "trl_dpo/lora", padding_free=True))
+    assert pairs is not None and not pairs.settings["padding_free"] and pairs.settings["padded"]
+    assert any("switched it off for DPO" in note for note in pairs.notes)
+
+
+def test_axolotl_flattens_batches_with_flash_attention(tmp_path: Path) -> None:
+    for value in (True, "auto"):
+        path = changed(tmp_path, "axolotl/lora_fsdp2", batch_flattening=value, flash_attention=True)
+        assert settings(path)["padded"] is False
+    with pytest.raises(NoPrediction, match="batch_flattening: true is for flash attention"):
+        read_file(changed(tmp_path, "axolotl/lora_fsdp2", batch_flattening=True))
+    path = changed(tmp_path, "axolotl/lora_fsdp2", batch_flattening="auto")
+    assert settings(path)["padded"] is True
+
+
 def test_the_page_has_the_tables() -> None:
     page = (ROOT / "docs" / "trainer-files.md").read_text()
     text = runpy.run_path(str(ROOT / "docs" / "make" / "trainer_files.py"))["text"]

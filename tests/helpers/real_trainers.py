@@ -64,6 +64,7 @@ CASES: dict[str, dict[str, Any]] = {  # those of Liger last: it replaces functio
         for name in ("adamw_torch", "adafactor", "sgd", "adamw_8bit")
     },
     "SFT with packing": {**SFT, **HALF, "packing": True, "gradient_checkpointing": False},
+    "SFT in one row": {**SFT, **HALF, "padding_free": True, "gradient_checkpointing": False},
     "Trainer in fp16": {**PLAIN, **FP16},
     "SFT in fp16": {**SFT, **FP16},
     "SFT in fp16 with adapters": {**SFT, **FP16, "dtype": "float16", "lora": True},
@@ -250,11 +251,11 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
-def rows_for(trainer: str) -> Any:
+def rows_for(trainer: str, length: int = LENGTH) -> Any:
     """Rows that are all as long as may be."""
     from datasets import Dataset
 
-    half, whole = " ".join(["word"] * (LENGTH // 2)), " ".join(["word"] * LENGTH)
+    half, whole = " ".join(["word"] * (LENGTH // 2)), " ".join(["word"] * length)
     tokens = [3] * LENGTH
     row: dict[str, Any] = {
         "Trainer": {"input_ids": tokens, "attention_mask": [1] * LENGTH, "labels": tokens},
@@ -350,7 +351,7 @@ def measured(case: dict[str, Any]) -> int:
     model: Any = made(case, dtype)
     if case.get("use_liger_kernel"):
         launch_nothing()
-    if case.get("packing"):
+    if case.get("packing") or case.get("padding_free"):
         attend_without_mask(model)
     if case.get("load_in_4bit"):
         model = quantized(model, dtype, case)
@@ -383,7 +384,7 @@ def measured(case: dict[str, Any]) -> int:
     elif name == "DPOTrainer":
         more["ref_model"] = made(case, dtype)
     if name != "Trainer":
-        arguments["max_length"] = LENGTH
+        arguments["max_length"] = None if case.get("padding_free") else LENGTH
         more["processing_class"] = tokenizer()
 
     class Watch(transformers.TrainerCallback):
@@ -400,7 +401,8 @@ def measured(case: dict[str, Any]) -> int:
     trainer = kind(
         model=model,
         args=config("out", **arguments),
-        train_dataset=rows_for(name),
+        # Nothing cuts off the end of a row that is not padded.
+        train_dataset=rows_for(name, LENGTH - bool(case.get("padding_free"))),
         callbacks=[Watch()],
         **more,
     )

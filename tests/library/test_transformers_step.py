@@ -43,6 +43,15 @@ def step(**settings: Any) -> TransformersStep:
         ),
         ({"packing": True, "padded": True}, "packing: what is packed has no padding"),
         (
+            {"padding_free": True, "trainer": "Trainer"},
+            "padding_free: one row of all is SFTTrainer's, not Trainer's",
+        ),
+        ({"padding_free": True, "padded": True}, "padding_free: one row of all has no padding"),
+        (
+            {"padding_free": True, "trainer": "DPOTrainer"},
+            "padding_free: DPOTrainer of TRL 1.16 does not do it",
+        ),
+        (
             {"packing": True, "bf16": False},
             "packing: FlashAttention, .* has no kernels for float32",
         ),
@@ -104,8 +113,9 @@ def test_a_pair_is_two_rows() -> None:
     assert step(max_length=8, trainer="DPOTrainer").model().batch(3)["input_ids"].shape == (6, 8)
 
 
-def test_packed_rows_are_one() -> None:
-    packed = step(max_length=8, packing=True).model().batch(3)
+@pytest.mark.parametrize("how", ["packing", "padding_free"])
+def test_packed_rows_are_one(how: str) -> None:
+    packed = step(max_length=8, **{how: True}).model().batch(3)
     assert packed["input_ids"].shape == packed["position_ids"].shape == (1, 24)
     assert packed["cu_seq_lens"].dtype == torch.int32 and len(packed["cu_seq_lens"]) == 4
     assert "attention_mask" not in packed

@@ -80,7 +80,7 @@ def plan_transformers(
     is_named = gpu is not None or memory is None
     if not is_named:  # how fast a GPU is does not follow from its memory
         plan = replace(plan, speed=None)
-    hints = () if step.packing else ("padded=True or False says whether rows are padded",)
+    hints = () if step.in_one_row else ("padded=True or False says whether rows are padded",)
     told = (*arguments.hf.about, *(file.notes if file else hints))
     told += plan.assumptions if plan.speed else assumptions
     told += (plan.unchecked,) * bool(plan.unchecked)

@@ -8,6 +8,7 @@ from typing import Any
 from torchtune_adaptive.common import UsageError, arguments
 from torchtune_adaptive.library.liger_choices import check_kernels
 from torchtune_adaptive.library.step_choices import (
+    DPO,
     IMPLEMENTATIONS,
     OPTIMIZERS,
     PLAIN,
@@ -27,8 +28,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "output_router_logits": (None, True, False),
     **dict.fromkeys(
         (
-            *("padded", "packing", "fp16", "gradient_checkpointing", "lora", "load_in_4bit"),
-            *("bnb_4bit_use_double_quant", "precompute_ref_log_probs", "use_liger_kernel", "fsdp"),
+            *("padded", "packing", "padding_free", "fp16", "gradient_checkpointing", "lora"),
+            *("load_in_4bit", "bnb_4bit_use_double_quant", "precompute_ref_log_probs"),
+            *("use_liger_kernel", "fsdp"),
         ),
         (True, False),
     ),
@@ -59,12 +61,19 @@ def check_step(step: Any) -> None:
             "fsdp: two sharded models, as DPO with a reference in memory has, cannot be traced. Set "
             "precompute_ref_log_probs=True, or fsdp=False for ranks that have all weights (more memory)."
         )
-    if step.packing and (step.trainer != SFT or step.padded):
-        reason = "has no padding" if step.padded else f"is SFTTrainer's, not {step.trainer}'s"
-        raise UsageError(f"packing: what is packed {reason}. Set padded=False and trainer={SFT!r}.")
-    if step.packing and step.half is None and step.dtype == "float32":
+    if step.padding_free and step.trainer == DPO:
         raise UsageError(
-            "packing: FlashAttention, which keeps packed samples apart, has no kernels for float32. Set "
+            "padding_free: DPOTrainer of TRL 1.16 does not do it, and pads rows instead. Leave it out."
+        )
+    key, they = (
+        ("packing", "what is packed") if step.packing else ("padding_free", "one row of all")
+    )
+    if step.in_one_row and (step.trainer != SFT or step.padded):
+        reason = "has no padding" if step.padded else f"is SFTTrainer's, not {step.trainer}'s"
+        raise UsageError(f"{key}: {they} {reason}. Set padded=False and trainer={SFT!r}.")
+    if step.in_one_row and step.half is None and step.dtype == "float32":
+        raise UsageError(
+            f"{key}: FlashAttention, which keeps samples of one row apart, has no kernels for float32. Set "
             "bf16=True or dtype=bfloat16."
         )
     if step.router_aux_loss_coef is not None:

@@ -117,7 +117,7 @@ class StepModel:
 
     def batch(self, rows: int) -> Batch:
         """Rows; of a pair, the chosen and the rejected one."""
-        if self.step.packing:
+        if self.step.in_one_row:
             return self._packed(rows)
         rows *= 1 + self.step.has_pairs
         tokens = torch.zeros(rows, self.step.max_length, dtype=torch.long)
@@ -160,7 +160,7 @@ class StepModel:
         if attends_by_sdpa(model):
             attend = AttentionInterface()["sdpa"]
             packed = partial(_attend_apart, attend, self.step.max_length)
-            AttentionInterface.register(_ATTENTION, packed if self.step.packing else attend)
+            AttentionInterface.register(_ATTENTION, packed if self.step.in_one_row else attend)
             AttentionMaskInterface.register(_ATTENTION, self.mask)
             model.set_attn_implementation(_ATTENTION)
         if self.step.trainer != PLAIN:

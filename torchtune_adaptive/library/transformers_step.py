@@ -90,6 +90,9 @@ class TransformersStep:
     packing: bool = False
     """Whether samples are packed into rows of ``max_length``, and all rows of a micro-batch into one row
     without padding, as SFTTrainer does."""
+    padding_free: bool = False
+    """Whether all rows of a micro-batch, which are not packed, are one row without padding, as SFTTrainer can
+    have them."""
     dtype: str = "float32"
     """The type of the weights: ``float32``, ``bfloat16`` or ``float16``."""
     bf16: bool | None = None
@@ -164,6 +167,11 @@ class TransformersStep:
     def has_pairs(self) -> bool:
         """Whether a row is a pair: one that is chosen and one that is rejected."""
         return self.trainer == DPO
+
+    @property
+    def in_one_row(self) -> bool:
+        """Whether all rows of a micro-batch are one row."""
+        return self.packing or self.padding_free
 
     @property
     def half(self) -> str | None:
@@ -396,9 +404,10 @@ class TransformersStep:
                 else "DDP, with gradients in buckets"
             )
             lines.append(f"ranks: {how}")
-        if self.packing:
+        if self.in_one_row:
+            how = "packed" if self.packing else "padding-free"
             lines.append(
-                "rows: packed, and those of a micro-batch are one row. attn_implementation="
+                f"rows: {how}, and those of a micro-batch are one row. attn_implementation="
                 "'flash_attention_2' is assumed; sdpa would have a mask for each pair of tokens"
             )
         else:

@@ -88,6 +88,11 @@ _KEYS: Keys = {
     "flash_attention": Joint("as attn_implementation: flash_attention_2", False, (True, False)),
     "sdp_attention": Joint("as attn_implementation: sdpa", False, (True, False)),
     "sample_packing": Joint("padded: rows are full, without a mask", False, (True, False)),
+    "batch_flattening": Joint(
+        "padded: rows are one, here of full length, without a mask",
+        None,
+        (None, True, False, "auto"),
+    ),
     "fsdp": Joint("fsdp, with several GPUs"),
     "fsdp_config": Joint("fsdp: see the table of its keys"),
     "fsdp_version": Joint("fsdp: 2 is planned; 1, which is FSDP1, is the default"),
@@ -204,7 +209,6 @@ _KEYS: Keys = {
         Refused(PARALLEL, IN_ONE_GPU, _ONE),
     ),
     "fp32_norms": Refused("has norms in float32, which is not planned"),
-    "batch_flattening": Refused("makes one row of all, which is not planned"),
     "multipack_real_batches": Refused("has several rows of packs, which is not planned"),
     "use_pose": Refused("has rows of other lengths, which is not planned"),
     "max_memory": Refused("spreads the model over devices, which is not planned", off=(None, {})),
@@ -281,6 +285,11 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
     if packed and not flash:
         reason = "without flash attention has one mask over all rows, which is not planned"
         reading.refuse("sample_packing", True, reason, "Add attn_implementation=flash_attention_2")
+    if values["batch_flattening"] is True and not flash:
+        reason = "is for flash attention, and Axolotl refuses it without"
+        reading.refuse(
+            "batch_flattening", True, reason, "Add attn_implementation=flash_attention_2"
+        )
     half = values["bf16"] in ("auto", True, "full") or values["bfloat16"] is True
     if values["bf16"] == "auto":
         reading.notes.append("bf16: auto is taken as true, as on GPUs that have bfloat16")

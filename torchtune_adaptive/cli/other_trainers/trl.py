@@ -99,13 +99,15 @@ _SFT: Keys = {
         *(False, (True, False)),
     ),
     "packing_strategy": Joint("which rows are packed", "bfd", ("bfd", "bfd_split", "wrapped")),
-    "padding_free": Joint("packing: one row of all, here of full length", False, (True, False)),
+    "padding_free": Joint(
+        "padding_free: one row of all, here of full length", False, (True, False)
+    ),
 }
 _DPO: Keys = {
     **_BOTH,
     "precompute_ref_log_probs": Sets("precompute_ref_log_probs", False),
     "loss_type": Joint("trainer: of the log-probabilities"),
-    "padding_free": Refused("makes one row of all, which is not planned"),
+    "padding_free": Joint("nothing: TRL 1.16 has switched it off for DPO", False, (True, False)),
     "sync_ref_model": Refused("trains a reference along, which is not planned"),
     "use_weighting": Refused("needs more of each token, which is not planned"),
 }
@@ -134,7 +136,7 @@ _DPO_IGNORED = names(
 
 
 def _together(trainer: str, values: Mapping[str, Any], reading: FileReading) -> None:
-    packed = _read_packing(values, reading)
+    packed = _read_packing(trainer, values, reading)
     read_common(trainer, values, reading)
     reading.settings |= packed
     if trainer == "DPOTrainer":
@@ -147,18 +149,29 @@ def _together(trainer: str, values: Mapping[str, Any], reading: FileReading) -> 
             )
 
 
-def _read_packing(values: Mapping[str, Any], reading: FileReading) -> dict[str, bool]:
+def _read_packing(trainer: str, values: Mapping[str, Any], reading: FileReading) -> dict[str, bool]:
     """The settings of rows, which may be packed."""
     flash = values["attn_implementation"] in FLASH
     packing = values.get("packing") is True
-    in_one_row = values.get("padding_free") is True or (
-        packing and values["packing_strategy"] != "wrapped"
-    )
-    if in_one_row and not flash:
+    joined = packing and values["packing_strategy"] != "wrapped"
+    if trainer == "DPOTrainer":
+        padding_free = False
+        if values["padding_free"] is True:
+            reading.notes.append(
+                "padding_free: TRL 1.16 has switched it off for DPO, so rows are padded"
+            )
+    else:
+        padding_free = values["padding_free"] is True
+    if padding_free and not packing:
+        reading.notes.append(
+            "padding_free: without packing, TRL 1.16 wants max_length: null, and rows are as long as they "
+            "are; they are planned with as many tokens as max_length or --seq-len says"
+        )
+    if (joined or padding_free) and not flash:
         key = "packing" if packing else "padding_free"
         reason = "without flash attention has one mask over all rows, which is not planned"
         reading.refuse(key, True, reason, "Add attn_implementation=flash_attention_2")
-    return {"padded": not (flash or packing), "packing": in_one_row}
+    return {"padded": not (flash or packing), "packing": joined, "padding_free": padding_free}
 
 
 def read_common(trainer: str, values: Mapping[str, Any], reading: FileReading) -> None:
