@@ -1,7 +1,8 @@
 """Peaks of the steps of transformers' Trainer and TRL's, planned and measured, as JSON.
 
 A program for an environment that has these libraries, PEFT and ours: ``python real_trainers.py``, beside
-``fsdp2_on_cpu.py``. They are imported where they are needed, since each process that traces imports this.
+``fsdp2_on_cpu.py`` and ``real_four_bits.py``. They are imported where they are needed, since each process
+that traces imports this file.
 """
 
 from __future__ import annotations
@@ -85,6 +86,21 @@ CASES: dict[str, dict[str, Any]] = {  # those of Liger last: it replaces functio
     "SFT with QLoRA in float32": {**SFT, **QLORA, "dtype": "float32"},
     "SFT with QLoRA and no checkpointing": {**SFT, **QLORA, "gradient_checkpointing": False},
     "DPO with QLoRA": {**DPO, **QLORA},
+    **{
+        f"{name} and reentrant checkpointing": {
+            **case,
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": True},
+        }
+        for name, case in (
+            ("Trainer in fp32", {**PLAIN, "bf16": False}),
+            ("Trainer with adapters", {**PLAIN, **HALF, "lora": True}),
+            ("Trainer with QLoRA", {**PLAIN, **QLORA}),
+            ("SFT with accumulation", {**SFT, **HALF, "gradient_accumulation_steps": 2}),
+            ("SFT with adapters", {**SFT, **HALF, "lora": True, "lora_dropout": 0.1}),
+            ("DPO with adapters", {**DPO, **HALF, "lora": True}),
+        )
+    },
     "SFT on two ranks": {**SFT, **SHARDED},
     "SFT with adapters on two ranks": {**SFT, **SHARDED, **HALF, "lora": True},
     "SFT with QLoRA on two ranks": {**SFT, **SHARDED, **QLORA, "bnb_4bit_use_double_quant": True},
@@ -197,8 +213,8 @@ OURS += ("bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant", "bnb_4bit_quant_
 OURS += ("prepare_for_kbit_training",)
 OURS += ("target_parameters", "experts_implementation", "model_type", "routing", "balanced")
 """Settings that the trainers' own arguments do not have."""
-NOT_SETTINGS = ("model_type", "routing", "balanced")
-"""What a case says about its model."""
+NOT_SETTINGS = ("model_type", "routing", "balanced", "gradient_checkpointing_kwargs")
+"""What a case says about its model, and how layers are checkpointed, which takes the same memory."""
 
 
 def shape_of(case: dict[str, Any]) -> dict[str, Any]:
@@ -274,54 +290,11 @@ def attend_without_mask(model: Any) -> None:
     model.set_attn_implementation("without_mask")
 
 
-def quantized(model: Any, dtype: Any, case: dict[str, Any]) -> Any:
-    """The same as transformers loads it with 4 bits; products are as on a GPU, with the whole weight."""
-    import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    compute_in = case.get("bnb_4bit_compute_dtype") or case["dtype"]
-    double = case.get("bnb_4bit_use_double_quant", False)
-    model.save_pretrained("weights")
-    model = AutoModelForCausalLM.from_pretrained(
-        "weights",
-        dtype=dtype,
-        quantization_config=BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=getattr(torch, compute_in),
-            bnb_4bit_use_double_quant=double,
-            bnb_4bit_quant_storage=case.get("bnb_4bit_quant_storage"),
-        ),
-    )
-    operations = torch.ops.bitsandbytes
-
-    def product(a: Any, b: Any, shape: Any, scales: Any, block: int, kind: str, **more: Any) -> Any:
-        if (codes := more.get("absmax_8bit")) is not None:
-            table = more["absmax_code"]
-            centred = operations.dequantize_blockwise(codes, scales, table, 256, torch.float32)
-            scales = centred + more["absmax_offset"]
-        weight = operations.dequantize_4bit(b, scales, block, kind, shape, a.dtype)
-        return torch.nn.functional.linear(a, weight, more.get("bias"))
-
-    operations.gemm_4bit.default = product  # one operation otherwise, in which nothing is seen
-    return model
-
-
 def launch_nothing() -> None:
     """Let Triton's kernels, which need a GPU, compute nothing: what they compute with is allocated before."""
     from triton.runtime.jit import JITFunction
 
     JITFunction.run = lambda *_, **__: None
-
-
-def beside_weights(model: Any) -> list[Any]:
-    """What bitsandbytes holds for weights of 4 bits."""
-    states = [one.quant_state for one in model.parameters() if hasattr(one, "quant_state")]
-    inner = [state.state2 for state in states if state.nested]
-    found = [
-        getattr(one, name) for one in (*states, *inner) for name in ("absmax", "code", "offset")
-    ]
-    return [one for one in found if one is not None]
 
 
 def trainer_and_arguments(name: str) -> tuple[Any, Any]:
@@ -354,6 +327,8 @@ def measured(case: dict[str, Any]) -> int:
     if case.get("packing") or case.get("padding_free"):
         attend_without_mask(model)
     if case.get("load_in_4bit"):
+        from real_four_bits import quantized
+
         model = quantized(model, dtype, case)
     arguments = {key: value for key, value in case.items() if key not in OURS}
     in_fp16 = arguments.pop("fp16", False)
@@ -410,7 +385,11 @@ def measured(case: dict[str, Any]) -> int:
         accelerator = trainer.accelerator
         accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    beside = beside_weights(trainer.model)  # FSDP2 has weights of its own
+    beside: list[Any] = []
+    if case.get("load_in_4bit"):
+        from real_four_bits import beside_weights
+
+        beside = beside_weights(trainer.model)  # FSDP2 has weights of its own
     with memory.running():
         trainer.train()
     return memory.usage().peak_bytes
@@ -430,13 +409,15 @@ def planned(case: dict[str, Any]) -> int:
 
 
 def main(names: Sequence[str]) -> None:
-    from fsdp2_on_cpu import first_of
-
     results = {}
     for name in names or CASES:
         case = CASES[name]
-        ranks = case.get("ranks", 1)
-        found = measured(case) if ranks == 1 else first_of(ranks, __file__, name)
+        if ranks := case.get("ranks"):
+            from fsdp2_on_cpu import first_of
+
+            found = first_of(ranks, __file__, name)
+        else:
+            found = measured(case)
         results[name] = planned(case), found
     print(json.dumps(results))
 

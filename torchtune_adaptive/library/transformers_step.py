@@ -395,8 +395,8 @@ class TransformersStep:
             lines.append(about_liger(self.folder, switches, self.trainer != PLAIN))
         if self.fp16:
             lines.append(
-                "attention: FlashAttention's where no mask is needed; GPUs that lack it (V100, T4) take more, and "
-                "all scores in float32 where heads share keys"
+                "attention: FlashAttention's where no mask is needed; GPUs that lack it (V100, T4) take "
+                "more, and all scores in float32 where heads share keys"
             )
         if self.ranks > 1:
             how = (
