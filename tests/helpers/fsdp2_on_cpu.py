@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 
-def fsdp2_on_cpu() -> None:
-    """Let accelerate shard on a CPU as well; everything else works there."""
+def fsdp2_on_cpu(casts: bool = False) -> None:
+    """Let accelerate shard on a CPU as well; everything else works there. FSDP2 ``casts`` what it gathers, as
+    on a GPU with mixed precision, or leaves that to autocast."""
     import accelerate.state
 
     init = accelerate.state.AcceleratorState.__init__
@@ -23,7 +24,7 @@ def fsdp2_on_cpu() -> None:
         if fsdp_plugin is not None:
             self.distributed_type = accelerate.state.DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
-            if self._mixed_precision != "no":
+            if casts and self._mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)
 
     accelerate.state.AcceleratorState.__init__ = told
@@ -44,7 +45,7 @@ def tell(found: Callable[[], Any]) -> None:
     rank = os.environ["RANK"]
     Path(rank).mkdir(exist_ok=True)
     os.chdir(rank)
-    fsdp2_on_cpu()
+    fsdp2_on_cpu(casts=True)
     result = found()
     if rank == "0":
         print(json.dumps(result))
