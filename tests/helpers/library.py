@@ -34,8 +34,8 @@ def tiny_model(
     compute_in: torch.dtype | None = None,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> nn.Module:
-    """The same on every rank, then spread in a way: ``alone``, ``fsdp``, ``parts`` (each by itself), ``hsdp``
-    or ``ddp``."""
+    """The same on every rank, then spread in a way: ``alone``, ``fsdp``, ``parts`` (each by itself), ``hsdp``,
+    ``ddp``, or ``whole``: as ``fsdp``, but the first weight is frozen and not sharded."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(
         *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))
@@ -43,13 +43,14 @@ def tiny_model(
     model = wrap(model)
     if way == "ddp":
         return DistributedDataParallel(model)
-    if way in ("fsdp", "parts", "hsdp"):
+    if way in ("fsdp", "parts", "whole", "hsdp"):
         ranks = dist.get_world_size()
         shape = (2, ranks // 2) if way == "hsdp" else (ranks,)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         policy = MixedPrecisionPolicy(param_dtype=compute_in, reduce_dtype=compute_in)
+        whole = {next(model.parameters()).requires_grad_(False)} if way == "whole" else None
         for part in (*model.children(), *(() if way == "parts" else (model,))):
-            fully_shard(part, mesh=mesh, mp_policy=policy)
+            fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole)
     return model
 
 

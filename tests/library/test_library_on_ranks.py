@@ -100,6 +100,7 @@ WAYS = {
     "FSDP on 2 ranks": ("fsdp", 2, {}),
     "FSDP on 4 ranks": ("fsdp", 4, {}),
     "FSDP of each part": ("parts", 2, {}),
+    "FSDP, a frozen weight on each rank": ("whole", 2, {}),
     "HSDP on 2 x 2 ranks": ("hsdp", 4, {}),
     "HSDP, reducing in float16": ("hsdp", 4, {"compute_in": torch.float16}),
     "DDP on 2 ranks": ("ddp", 2, {}),

@@ -22,6 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -256,6 +257,21 @@ def free_gathered(root: FSDPModule) -> None:
         for group in _parameter_groups(state):
             for parameter in group.fsdp_params:
                 parameter.free_unsharded_param()
+
+
+def left_unsharded(module: FSDPModule) -> list[str]:
+    """The parameters that FSDP2 shards with this module, and has not now (checked on torch 2.13). Which of a
+    module's parameters were ``ignored_params``, it does not tell."""
+    infos = [
+        parameter._module_info
+        for group in _parameter_groups(module._get_fsdp_state())
+        for parameter in group.fsdp_params
+    ]
+    return [
+        one.param_name
+        for one in infos
+        if not isinstance(getattr(one.module, one.param_name), DTensor)
+    ]
 
 
 def reduction_changes(module: FSDPModule) -> list[str]:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import private
@@ -138,7 +137,7 @@ def reset(model: nn.Module) -> None:
             private.drop_unsharded_gradients(root)
             private.reset_iter_state(root)
             private.free_gathered(root)
-        _check_sharded(root)  # type: ignore[arg-type]
+        _check_sharded(root)
     _drop_gradients(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained[name])
@@ -179,8 +178,9 @@ def _drop_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def _check_sharded(model: nn.Module) -> None:
-    unsharded = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+def _check_sharded(root: FSDPModule) -> None:
+    sharded = _sharded(root)  # type: ignore[arg-type]
+    unsharded = [name for module in sharded for name in private.left_unsharded(module)]
     if unsharded:
         raise RuntimeError(
             f"FSDP2 of torch {torch.__version__} could not be reset after running out of memory: "
