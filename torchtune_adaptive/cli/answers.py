@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from torchtune_adaptive.planner import processes, traced
+from torchtune_adaptive.planner import processes, told_of, traced
 from torchtune_adaptive.recipe import NotRemembered, PassedCheck, Query
 
 _PRELOAD = "torchtune_adaptive.recipe.plan.preload"
@@ -39,6 +39,8 @@ class Answers:
         self._quick: Executor | None = None
         self._trace: Callable[..., Future[Any]] | None = None
         self._checked: Future[None] | None = None
+        self._traced: dict[Future[Any], Future[Any]] = {}
+        """What is traced for an answer."""
         self._ends = False
         self._begun = Future[None]()
         """Done once something is traced."""
@@ -74,7 +76,8 @@ class Answers:
             if done.cancelled() or self._ends:
                 answer.cancel()
             elif isinstance(error := done.exception(), (NotRemembered, BrokenExecutor)):
-                self._start_tracing()(work, query, *arguments).add_done_callback(take)
+                self._traced[answer] = self._start_tracing()(work, query, *arguments)
+                self._traced[answer].add_done_callback(take)
             elif error is not None:
                 answer.set_exception(error)
             else:
@@ -86,6 +89,10 @@ class Answers:
         except BrokenExecutor:  # one of its processes was killed
             return self._start_tracing()(work, query, *arguments)
         return answer
+
+    def told_of(self, answer: Future[Any]) -> str:
+        """What is being done for an answer; empty if nothing is traced for it, or not yet."""
+        return told_of(self._traced.get(answer, answer))
 
     def must_trace(self, answer: Future[Any]) -> bool:
         """Whether an answer, the first that was asked for, takes a trace; it waits until that is known."""

@@ -31,6 +31,6 @@ if TYPE_CHECKING:
     from torchtune_adaptive.planner.trace.step_tracer import StepTracer
     from torchtune_adaptive.planner.trace.weights import fill
     from torchtune_adaptive.planner.traced_run import Answer, Question, TracedRun
-    from torchtune_adaptive.planner.workers import Worker, call_alone, processes, traced
+    from torchtune_adaptive.planner.workers import Worker, call_alone, processes, told_of, traced
 else:
     __getattr__, __dir__, __all__ = interface(__name__)

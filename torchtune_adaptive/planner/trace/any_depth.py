@@ -12,6 +12,7 @@ from torchtune_adaptive.planner.deep_step import deep_start_up, deep_step
 from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.repetition import NotPeriodic
+from torchtune_adaptive.planner.told import tell, telling
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.planner.trace.step_tracer import StepTracer
 
@@ -37,6 +38,8 @@ class _Begun(NamedTuple, Generic[Tracer]):
     start_up: StartUp
     removed: int
     """Repetitions that are missing in its model."""
+    called: str
+    """What to call its model, if that is not the whole one."""
 
 
 class _Shallow(NamedTuple, Generic[Tracer]):
@@ -74,9 +77,11 @@ class AnyDepth(Generic[Tracer]):
         """What precedes the steps."""
         return self._computed(self._period, lambda each: each.start_up, deep_start_up)
 
-    def step(self, take: Callable[[Tracer], RecordedStep], period: int | None = 1) -> RecordedStep:
-        """A step that a function takes; ``period`` is that of the step."""
-        return self._computed(period, lambda each: take(each.tracer), deep_step)
+    def step(
+        self, take: Callable[[Tracer], RecordedStep], period: int | None = 1, where: str = ""
+    ) -> RecordedStep:
+        """A step that a function takes; ``period`` is that of the step, ``where`` what to tell of it."""
+        return self._computed(period, lambda each: take(each.tracer), deep_step, where)
 
     def number(self, of: Callable[[Tracer], int]) -> int:
         """A number that is linear in the number of layers."""
@@ -97,12 +102,15 @@ class AnyDepth(Generic[Tracer]):
         period: int | None,
         of: Callable[[_Begun[Tracer]], T],
         compute: Callable[[T, T, int], T],
+        where: str = "",
     ) -> T:
         for kept in _KEPT if period else ():
             try:
                 if (shallow := self._shallower(kept, period or 1)) is not None:
                     few, more = shallow
-                    return compute(of(few), of(more), few.removed)
+                    of_few, of_more = _of(few, of, where), _of(more, of, where)
+                    tell("repeating their layers")
+                    return compute(of_few, of_more, few.removed)
             except _NeedsAllLayers as reason:
                 log.debug(f"the whole model is traced: {reason}")
                 self._shallow |= dict.fromkeys((each, period or 1) for each in _KEPT)
@@ -114,7 +122,7 @@ class AnyDepth(Generic[Tracer]):
             except Exception as error:  # a model that needs all of its layers
                 log.debug(f"{kept} and {kept + 1} repetitions fail: {error}")
             self._shallow[kept, period or 1] = None
-        return of(self._the_whole())
+        return _of(self._the_whole(), of, where)
 
     def _shallower(self, kept: int, period: int) -> _Shallow[Tracer] | None:
         """The models of which so many repetitions are kept, and one more; None if that saves nothing."""
@@ -137,10 +145,19 @@ class AnyDepth(Generic[Tracer]):
         return self._whole
 
     def _begun(self, shortening: Shortening, shallower: Tracer | None = None) -> _Begun[Tracer]:
+        tell("building the model")
+        which = 1 if shallower is None else 2
         tracer = self._make(shortening)
         if shortening.removed and tracer.needs_all_layers:
             raise _NeedsAllLayers(tracer.needs_all_layers)
         if shallower is not None:
             tracer.compile_with(shallower)
-        start_up = StartUp(tracer.set_up, self._first(tracer))
-        return _Begun(tracer, start_up, shortening.removed)
+        called = f"model {which} of 2 for {shortening.layers} layers" * bool(shortening.removed)
+        with telling(called), telling("first step"):
+            start_up = StartUp(tracer.set_up, self._first(tracer))
+        return _Begun(tracer, start_up, shortening.removed, called)
+
+
+def _of(begun: _Begun[Tracer], find: Callable[[_Begun[Tracer]], T], where: str) -> T:
+    with telling(begun.called), telling(where):
+        return find(begun)

@@ -16,6 +16,7 @@ from torchtune_adaptive.common import (
     Cache,
     NoPrediction,
     cache_folder,
+    counted,
     libraries,
     package_fingerprint,
 )
@@ -137,7 +138,8 @@ class Traces:
         name = f"{phase} {'as written ' * as_written}{(rows, length)}"
         if name not in self._steps:
             step = self._ready(length).step(
-                lambda tracer: tracer.take_phase(phase, rows, length, as_written)
+                lambda tracer: tracer.take_phase(phase, rows, length, as_written),
+                where=f"{phase} of {counted(rows, 'row')}",
             )
             self._note(name, step)
         return self._steps[name]
@@ -156,6 +158,7 @@ class Traces:
             step = self._ready(length).step(
                 lambda tracer: tracer.take_step(rows, length, choice, micro_batches, bool(how)),
                 knobs.period(checkpoint),
+                counted(rows, "row"),
             )
             self._note(name, step)
         return self._steps[name]
