@@ -195,7 +195,7 @@ def _predict(
             return answer
 
         query = plan.query(in_detail=in_detail, confirmed=rollouts)
-        configured = answers.ask(predict, query)
+        configured = answers.ask(predict, replace(query, beside=True), urgent=True)
         progress.follow(configured, "the first answer")
         if answers.must_trace(configured) and (about := estimated(plan)):
             where = f"batch_size {about.rows}"

@@ -186,7 +186,10 @@ class TracedRun:
             return self._replayed(rows, length, device).reserved
 
         few, many = self._least, 4 * self._least
-        low, high = reserved(few), reserved(many)
+        low = reserved(few)
+        if few == 2 and low > device.usable_bytes:  # then it is 1 or 0
+            return 1 if reserved(1) <= device.usable_bytes else 0
+        high = reserved(many)
         each = max(1, (high - low) // (many - few))
         guess = min(most, many + (device.usable_bytes - high) // each)
         if guess > many:  # memory is only piecewise linear: correct the slope at the far end
