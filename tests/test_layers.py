@@ -30,8 +30,8 @@ MAY_IMPORT = {
 }
 FOLDERS = {
     "core": "private sizes device ranks rows step search",
-    "planner": "private workers gpu_names speed memory repetition deep_step other_lengths trace traced_run "
-    "step_table steps_by_choice",
+    "planner": "private told workers gpu_names speed memory repetition deep_step other_lengths trace "
+    "traced_run step_table steps_by_choice",
     "recipe": "private shadowing versions signals install upstream decoders tiny tiny_vision settings "
     "registry components rewards data setup rollout checkpoints kinds train proofreading tracing plan "
     "search origin record training run rollout_run adaptive_recipe launch stable",
@@ -52,6 +52,8 @@ WITHOUT_TORCH = (
     "planner.deep_step",
     "planner.other_lengths",
     "planner.step_table",
+    "planner.told",
+    "planner.workers",
     "library.kept_steps",
     "library.phase_planning",
     "library.transformers_rollouts",

@@ -406,7 +406,8 @@ def test_where_the_reader_of_traces_is_killed_the_step_is_traced() -> None:
     for pool in (Broken(), BrokenLater()):
         answers = Answers(False)
         answers._quick, answers._trace = pool, trace  # type: ignore[assignment]
-        assert answers.ask(print, query).result() == (print, query) and pool.submitted
+        asked = answers.ask(print, query, urgent=True)
+        assert asked.result() == (print, query) and pool.submitted
 
 
 @pytest.mark.exhaustive

@@ -184,7 +184,7 @@ def test_experts_have_settings(tmp_path: Path, steps: Any) -> None:
         (["batch_size=4"], "'batch_size=4' is not a setting of this step. Write one of "),
         (["lora_rank"], "'lora_rank' is not an override"),
         (["trainer=DPOTrainer"], "'trainer=DPOTrainer' is not a setting of this step"),
-        (["--method", "qlora", "fsdp=true"], "sharded weights of 4 bits"),
+        (["--method", "qlora", "fsdp=true", "optim=adamw_8bit"], "that FSDP2 has sharded"),
         (["--fastest"], "--fastest: True is not for this step"),
         (["--trainer", "GRPOTrainer", "--tokens", "5M"], "--tokens: '5M' is not for this step"),
         (["--compare", "h100-80gb,nothing"], "--compare: 'nothing' "),

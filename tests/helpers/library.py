@@ -34,7 +34,7 @@ def tiny_model(
     compute_in: torch.dtype | None = None,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> nn.Module:
-    """The same on every rank, then spread in a way: ``alone``, ``fsdp``, ``parts`` (each by itself), ``hsdp``,
+    """The same on every rank, spread in a way: ``alone``, ``fsdp``, ``parts`` (each by itself), ``hsdp``,
     ``ddp``, or ``whole``: as ``fsdp``, but the first weight is frozen and not sharded."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(

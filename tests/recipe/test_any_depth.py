@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.torchvision import use_torchvision
-from torchtune_adaptive.planner import RecordedStep, deep_step
+from torchtune_adaptive.planner import RecordedStep, deep_step, processes
 from torchtune_adaptive.planner.trace import any_depth
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.recipe.plan.request import plan_request
@@ -125,7 +125,11 @@ def numbered(*steps: RecordedStep) -> list[Any]:
 
 
 def traced(
-    asked: Asked, ranks: int, length: int, shallow: Callable[[], Shortening]
+    asked: Asked,
+    ranks: int,
+    length: int,
+    shallow: Callable[[], Shortening],
+    beside: bool = False,
 ) -> tuple[Any, list[int]]:
     """All that a plan is made of, for models that are shortened before anything looks at them; and the number
     of layers of each model that was traced."""
@@ -140,7 +144,7 @@ def traced(
             made.append(self.layers)
 
     with mock.patch.object(tracer, "Tracer", Counted):
-        traces = Traces(asked, ranks, 0)
+        traces = Traces(asked, ranks, 0, beside=beside)
         start_up = traces.start_up(length)
         found: dict[str, Any] = {"start-up": numbered(start_up.set_up, start_up.first_step)}
         for rows in (11, 13) if traces.compiled else (2, 3):
@@ -153,7 +157,7 @@ def traced(
     return found, made
 
 
-def few_and_all(ranks: int, name: str, changes: tuple[str, ...]) -> None:
+def few_and_all(ranks: int, name: str, changes: tuple[str, ...], beside: bool = False) -> None:
     cfg = with_overrides(load_config(name), ["adaptive_batching.cache=False", *changes])
     plan = plan_request(cfg, ranks, "h100-80gb", length=LENGTH)
     asked = plan.asked
@@ -163,12 +167,14 @@ def few_and_all(ranks: int, name: str, changes: tuple[str, ...]) -> None:
     def shallow() -> Shortening:
         return Shortening(repetitions, period)
 
-    few, made = traced(asked, ranks, plan.length, shallow)
+    few, made = traced(asked, ranks, plan.length, shallow, beside)
     with mock.patch.object(any_depth, "_KEPT", ()):
         whole, whole_made = traced(asked, ranks, plan.length, shallow)
     for what in whole:
         assert few[what] == whole[what], (what, made)
     assert len(whole_made) == 1 and max(made) < whole_made[0], (made, whole_made)
+    if beside:
+        assert len(made) == 1, "the second model is another process's"
 
 
 def label(one: Case) -> str:
@@ -192,6 +198,16 @@ def test_steps_of_every_kind_are_those_of_all_layers(one: Case) -> None:
 @pytest.mark.parametrize("one", SETTINGS, ids=label)
 def test_steps_with_any_settings_are_those_of_all_layers(one: Case) -> None:
     run_ranks(few_and_all, 1, *one, join=False)
+
+
+BESIDE = [case(2, "llama2/70B_qlora"), case(2, "llama3_1/8B_adaptive_grpo")]
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("one", BESIDE, ids=label)
+def test_steps_that_two_processes_trace_are_those_of_all_layers(one: Case) -> None:
+    with processes("torchtune_adaptive.recipe.plan.preload") as run:
+        run(few_and_all, *one, True).result(600)
 
 
 @pytest.mark.exhaustive

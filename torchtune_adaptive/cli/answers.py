@@ -19,10 +19,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from torchtune_adaptive.planner import processes, traced
+from torchtune_adaptive.planner import processes, told_of, traced
 from torchtune_adaptive.recipe import NotRemembered, PassedCheck, Query
 
 _PRELOAD = "torchtune_adaptive.recipe.plan.preload"
+_LESS_URGENT = 10
+"""How much nicer a process is whose answer is not the first one, which takes two processors where it can."""
 
 
 class Answers:
@@ -39,6 +41,8 @@ class Answers:
         self._quick: Executor | None = None
         self._trace: Callable[..., Future[Any]] | None = None
         self._checked: Future[None] | None = None
+        self._traced: dict[Future[Any], Future[Any]] = {}
+        """What is traced for an answer."""
         self._ends = False
         self._begun = Future[None]()
         """Done once something is traced."""
@@ -64,17 +68,21 @@ class Answers:
                 child.kill()
         self._undo.__exit__(kind, *error)
 
-    def ask(self, work: Callable[..., Any], query: Query, *arguments: Any) -> Future[Any]:
-        """The result of ``work(query, *arguments)``, once it is there."""
+    def ask(
+        self, work: Callable[..., Any], query: Query, *arguments: Any, urgent: bool = False
+    ) -> Future[Any]:
+        """The result of ``work(query, *arguments)``, once it is there. What is not ``urgent`` leaves the
+        processors to what is."""
         if self._quick is None:
-            return self._start_tracing()(work, query, *arguments)
+            return self._traced_anew(urgent, work, query, *arguments)
         answer: Future[Any] = Future()
 
         def take(done: Future[Any]) -> None:
             if done.cancelled() or self._ends:
                 answer.cancel()
             elif isinstance(error := done.exception(), (NotRemembered, BrokenExecutor)):
-                self._start_tracing()(work, query, *arguments).add_done_callback(take)
+                self._traced[answer] = self._traced_anew(urgent, work, query, *arguments)
+                self._traced[answer].add_done_callback(take)
             elif error is not None:
                 answer.set_exception(error)
             else:
@@ -84,8 +92,12 @@ class Answers:
         try:
             self._quick.submit(traced, work, remembered, *arguments).add_done_callback(take)
         except BrokenExecutor:  # one of its processes was killed
-            return self._start_tracing()(work, query, *arguments)
+            return self._traced_anew(urgent, work, query, *arguments)
         return answer
+
+    def told_of(self, answer: Future[Any]) -> str:
+        """What is being done for an answer; empty if nothing is traced for it, or not yet."""
+        return told_of(self._traced.get(answer, answer))
 
     def must_trace(self, answer: Future[Any]) -> bool:
         """Whether an answer, the first that was asked for, takes a trace; it waits until that is known."""
@@ -103,13 +115,22 @@ class Answers:
         if checked is not None:
             checked.result()
 
+    def _traced_anew(self, urgent: bool, *asked: Any) -> Future[Any]:
+        trace = self._start_tracing()
+        return trace(*asked) if urgent else trace(_behind_others, *asked)
+
     def _start_tracing(self) -> Callable[..., Future[Any]]:
         with self._lock:
             if self._trace is None:
                 self._trace = self._undo.enter_context(processes(_PRELOAD))
-                self._checked = self._trace(_check_method, self._cache)
+                self._checked = self._trace(_behind_others, _check_method, self._cache)
                 self._begun.set_result(None)
             return self._trace
+
+
+def _behind_others(work: Callable[..., Any], *arguments: Any) -> Any:
+    os.nice(_LESS_URGENT)
+    return work(*arguments)
 
 
 def _check_method(cache: bool | str) -> None:

@@ -184,7 +184,8 @@ def _predict(
     asked_job = _job(plan, arguments, devices)
     lora = plan.asked.kind.adapters
     expected = 2 - (fastest or rollouts) + len(alternatives) + (lora and bool(alternatives))
-    with TraceProgress(expected) as progress, Answers(plan.asked.settings.cache) as answers:
+    answers = Answers(plan.asked.settings.cache)
+    with TraceProgress(expected, answers.told_of) as progress, answers:
 
         def ask(work: Callable[..., Any], query: Query, *others: Any) -> Future[Any]:
             if work is rank_candidates:
@@ -194,7 +195,7 @@ def _predict(
             return answer
 
         query = plan.query(in_detail=in_detail, confirmed=rollouts)
-        configured = answers.ask(predict, query)
+        configured = answers.ask(predict, replace(query, beside=True), urgent=True)
         progress.follow(configured, "the first answer")
         if answers.must_trace(configured) and (about := estimated(plan)):
             where = f"batch_size {about.rows}"

@@ -1,4 +1,6 @@
-"""The progress of a plan, ``tracing 3 of 17 for alternatives, 40 s``, and an estimate before an answer.
+"""The progress of a plan, and an estimate before an answer. The progress says what is being traced:
+
+    tracing 3 of 17 for alternatives: backward pass, layer 3 of 5, 2 rows, model 2 of 2 for 32 layers, 40 s
 
 Both are on stderr: rewritten in place on a terminal, else plain lines.
 """
@@ -7,12 +9,15 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
+
+from torchtune_adaptive.planner import told_of
 
 T = TypeVar("T")
 _IN_PLACE, _IN_LINES = 1.0, 30.0
@@ -31,7 +36,7 @@ def with_progress(work: Callable[[], T], estimate: str = "") -> T:
     """Call a function that takes seconds, and keep saying that tracing goes on, after an estimate if there is
     one."""
     done: Future[None] = Future()
-    with TraceProgress(1) as progress:
+    with TraceProgress(1, lambda _: told_of()) as progress:
         if estimate:
             progress.estimate(estimate)
         progress.follow(done)
@@ -43,10 +48,11 @@ def with_progress(work: Callable[[], T], estimate: str = "") -> T:
 
 
 class TraceProgress:
-    """Counts traces that are done, of those expected. Use as a context, which leaves a clean line."""
+    """Counts traces that are done, of those expected, and says what ``told_of`` tells of the one that is
+    waited for. Use as a context, which leaves a clean line."""
 
-    def __init__(self, expected: int) -> None:
-        self._expected = expected
+    def __init__(self, expected: int, told_of: Callable[[Future[Any]], str] = lambda _: "") -> None:
+        self._expected, self._told_of = expected, told_of
         self._done = 0
         self._in_place = sys.stderr.isatty()
         self._started = time.monotonic()
@@ -117,9 +123,15 @@ class TraceProgress:
         if self._done < self._expected:
             seconds = time.monotonic() - self._started
             passed = f", {seconds:.0f} s" if seconds >= 1 else ""
-            work = next((work for one, work in self._followed.items() if not one.done()), "")
-            purpose = f" for {work}" if work else ""
-            text = f"tracing {self._done + 1} of {self._expected}{purpose}{passed}"
+            waited_for = ((one, work) for one, work in self._followed.items() if not one.done())
+            one, work = next(waited_for, (None, ""))
+            doing = self._told_of(one) if one is not None else ""
+            text = f"tracing {self._done + 1} of {self._expected}"
+            text += f" for {work}" * bool(work) + f": {doing}" * bool(doing)
+            if self._in_place:
+                most = shutil.get_terminal_size().columns - len(passed) - 1
+                text = textwrap.shorten(text, most, placeholder=" ...")  # one that wraps would stay
+            text += passed
             if self._in_place:
                 print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
             else:

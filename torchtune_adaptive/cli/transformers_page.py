@@ -25,7 +25,7 @@ from torchtune_adaptive.cli.page_choices import (
 from torchtune_adaptive.cli.plan_page import write_page
 from torchtune_adaptive.cli.plan_progress import TraceProgress
 from torchtune_adaptive.common import NoPrediction, UsageError, counted
-from torchtune_adaptive.planner import DeviceLimits, Machine, processes, step_table
+from torchtune_adaptive.planner import DeviceLimits, Machine, processes, step_table, told_of
 
 if TYPE_CHECKING:
     from torchtune_adaptive.library import Plan, TransformersStep
@@ -115,7 +115,7 @@ class _Tables:
     def ask(self) -> None:
         """Trace what is not known, and wait for it; an interruption ends that, and keeps what is there."""
         changes = dict(_changes(self._step, self._asked["machine"]))
-        with TraceProgress(1 + len(changes)) as progress, processes(_PRELOAD) as call:
+        with TraceProgress(1 + len(changes), told_of) as progress, processes(_PRELOAD) as call:
             rest = [self._asked[each] for each in ("memory", "headroom", "machine", "timed")]
 
             def ask(name: str, step: TransformersStep, rows: tuple[int, ...] | None) -> Any:

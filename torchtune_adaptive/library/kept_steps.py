@@ -69,7 +69,7 @@ class KeptSteps:
         """What is done with so many rows between two steps, as a tracer takes it."""
         name = _name(phase, rows)
         if name not in self._steps:
-            self._note(name, self._traced.of_phase(take))
+            self._note(name, self._traced.of_phase(phase, rows, take))
         return self._steps[name]
 
     def number(self, name: str, of: Callable[[ModelTracer], int]) -> int:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtune_adaptive.common import AdaptiveBatchingError, NoPrediction, UsageError
+from torchtune_adaptive.common import AdaptiveBatchingError, NoPrediction, UsageError, counted
 from torchtune_adaptive.core import StepOptions, TrainStep
 from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.experts import Routing
@@ -45,11 +45,13 @@ class StepsOfModel:
         self.start_up: StartUp = self._tracer.start_up()
 
     def step(self, rows: int) -> RecordedStep:
-        return self._tracer.step(lambda tracer: tracer.take_step(rows))
+        return self._tracer.step(lambda tracer: tracer.take_step(rows), where=counted(rows, "row"))
 
-    def of_phase(self, take: Callable[[ModelTracer], RecordedStep]) -> RecordedStep:
-        """What is done between two steps, as a tracer takes it."""
-        return self._tracer.step(take)
+    def of_phase(
+        self, name: str, rows: int, take: Callable[[ModelTracer], RecordedStep]
+    ) -> RecordedStep:
+        """What is done with so many rows between two steps, as a tracer takes it."""
+        return self._tracer.step(take, where=f"{name} of {counted(rows, 'row')}")
 
     def number(self, of: Callable[[ModelTracer], int]) -> int:
         """A number that is linear in the number of layers."""

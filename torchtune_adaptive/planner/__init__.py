@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
-    from torchtune_adaptive.planner import step_table
+    from torchtune_adaptive.planner import step_table, steps_by_choice
     from torchtune_adaptive.planner.memory import estimate, gpus
     from torchtune_adaptive.planner.memory.peak import (
         DOES_NOT_FIT,
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
     from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
     from torchtune_adaptive.planner.speed.machine import Machine
     from torchtune_adaptive.planner.speed.speed import Pace, Speed
-    from torchtune_adaptive.planner.steps_by_choice import StepsByChoice, TracedStep
     from torchtune_adaptive.planner.trace import fake_device
     from torchtune_adaptive.planner.trace.any_depth import AnyDepth
     from torchtune_adaptive.planner.trace.recorder import check_sums, no_prediction
     from torchtune_adaptive.planner.trace.step_tracer import StepTracer
     from torchtune_adaptive.planner.trace.weights import fill
     from torchtune_adaptive.planner.traced_run import Answer, Question, TracedRun
-    from torchtune_adaptive.planner.workers import Worker, call_alone, processes, traced
+    from torchtune_adaptive.planner.workers import Worker, call_alone, processes, told_of, traced
 else:
     __getattr__, __dir__, __all__ = interface(__name__)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
-from torchtune_adaptive.common import largest
+from torchtune_adaptive.common import counted, largest
 from torchtune_adaptive.planner.memory.peak import (
     DOES_NOT_FIT,
     DeviceLimits,
@@ -29,6 +29,7 @@ from torchtune_adaptive.planner.other_lengths import (
 )
 from torchtune_adaptive.planner.speed.operations import DifferentOperations, StepOperations, at_rows
 from torchtune_adaptive.planner.speed.speed import Pace, Speed
+from torchtune_adaptive.planner.told import tell
 
 _CLOSE = 0.002
 """Share of its peak by which a compiled step may differ from what is computed of others."""
@@ -185,7 +186,10 @@ class TracedRun:
             return self._replayed(rows, length, device).reserved
 
         few, many = self._least, 4 * self._least
-        low, high = reserved(few), reserved(many)
+        low = reserved(few)
+        if few == 2 and low > device.usable_bytes:  # then it is 1 or 0
+            return 1 if reserved(1) <= device.usable_bytes else 0
+        high = reserved(many)
         each = max(1, (high - low) // (many - few))
         guess = min(most, many + (device.usable_bytes - high) // each)
         if guess > many:  # memory is only piecewise linear: correct the slope at the far end
@@ -235,6 +239,7 @@ class TracedRun:
         size = (rows, length, device.as_replayed, self.direct)
         if size not in self._replays:
             step = self._step(rows, length)
+            tell(f"replaying the allocations of {counted(rows, 'row')}")
             self._replays[size] = replayed(self._beginning, step, rows, length, device)
         return self._replays[size]
 

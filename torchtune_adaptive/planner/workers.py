@@ -31,8 +31,10 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torchtune_adaptive.common import AdaptiveBatchingError, NoPrediction
+from torchtune_adaptive.planner.told import Told, listen
 
 _AT_ONCE = 4
 """The number of processes; each takes up to half a gigabyte."""
@@ -45,6 +47,20 @@ _STANDARD_LIBRARY = {
     os.path.join(_PLATFORM, "lib-dynload"),
 }
 T = TypeVar("T")
+
+_STARTS = "importing torch"
+"""What a process does until it tells what it does."""
+_told: WeakKeyDictionary[Future[Any], Told] = WeakKeyDictionary()
+"""What is told of the futures of ``processes``."""
+_told_alone: Told | None = None
+"""The same of the process of ``call_alone``."""
+
+
+def told_of(future: Future[Any] | None = None) -> str:
+    """What the process is doing that works on a future of ``processes``, or else that of ``call_alone``;
+    empty while there is none."""
+    told = _told_alone if future is None else _told.get(future)
+    return told.words if told is not None else ""
 
 
 def _standard_library_first(path: list[str]) -> list[str]:
@@ -124,8 +140,10 @@ def processes(preload: str) -> Iterator[Callable[..., Future[Any]]]:
     called: list[Future[Any]] = []
 
     def call(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        called.append(pool.submit(_forked, context, work, *arguments))
-        return called[-1]
+        told = Told(context)
+        called.append(future := pool.submit(_forked, context, told, work, *arguments))
+        _told[future] = told
+        return future
 
     with _path_for_workers():
         try:
@@ -141,9 +159,9 @@ def processes(preload: str) -> Iterator[Callable[..., Future[Any]]]:
             pool.shutdown(cancel_futures=True)
 
 
-def _forked(context: ForkServerContext, work: Callable[..., T], *arguments: Any) -> T:
+def _forked(context: ForkServerContext, told: Told, work: Callable[..., T], *arguments: Any) -> T:
     try:
-        return _called(context, None, traced, work, *arguments)
+        return _called(context, told, None, traced, work, *arguments)
     except _Ended as end:
         raise NoPrediction(f"a process that traced {end}.") from None
 
@@ -212,9 +230,11 @@ def call_alone(work: Callable[..., T], *arguments: Any, timeout: float) -> T:
     Raises:
         NoPrediction: there is no result within ``timeout`` seconds.
     """
+    global _told_alone
     context = multiprocessing.get_context("spawn")
+    _told_alone = told = Told(context)
     try:
-        return _called(context, timeout, work, *arguments, started=_as_worker)
+        return _called(context, told, timeout, work, *arguments, started=_as_worker)
     except _Ended as end:
         script = (
             'Call plan_batch_size under if __name__ == "__main__": where the program is a script.'
@@ -251,19 +271,22 @@ def _how(status: int | None) -> str:
 
 def _called(
     context: ForkServerContext | SpawnContext,
+    told: Told,
     timeout: float | None,
     work: Callable[..., T],
     *arguments: Any,
     started: Callable[[], Any] = nullcontext,
 ) -> T:
-    """The result of a function in a process of its own, which is ``started`` in that context.
+    """The result of a function in a process of its own, which is ``started`` in that context, and for which
+    ``told`` has words as long as it runs.
 
     Raises:
         NoPrediction: there is none within ``timeout`` seconds, or the function raised it.
         _Ended: the process ended, or could not be started.
     """
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve_once, args=(theirs,))
+    process = context.Process(target=_serve_once, args=(theirs, told))
+    told.words = _STARTS
     try:
         with theirs, started():
             process.start()
@@ -280,13 +303,15 @@ def _called(
         if process.pid is not None:
             process.kill()
             process.join()
+        told.words = ""  # the last that it has told is over, however it ended
         ours.close()
     if isinstance(answer, AdaptiveBatchingError):
         raise answer
     return answer
 
 
-def _serve_once(connection: Connection) -> None:
+def _serve_once(connection: Connection, told: Told) -> None:
+    listen(told)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter, which ends this one
     threading.Thread(target=_end_with_starter, daemon=True).start()
     _be_quiet()

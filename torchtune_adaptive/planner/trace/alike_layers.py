@@ -45,12 +45,17 @@ class Shortening:
         return removed if removed >= self._least else 0
 
     @property
+    def layers(self) -> int:
+        """The number of layers that the model has."""
+        return self._deepest[1] if self._deepest else 0
+
+    @property
     def removed_layers(self) -> int:
         """The number of layers that are removed."""
         return self.removed * self._deepest[0].period if self._deepest else 0
 
     def __call__(self, model: nn.Module) -> None:
-        for layers in _lists_of_layers(model):
+        for layers in lists_of_layers(model):
             run, count = _repeating(layers, self._period), len(layers)
             if self._deepest is None:
                 self._deepest = run, count
@@ -59,7 +64,7 @@ class Shortening:
                 del layers[run.end - self.removed_layers : run.end]
 
 
-def _lists_of_layers(model: nn.Module) -> Sequence[nn.ModuleList]:
+def lists_of_layers(model: nn.Module) -> Sequence[nn.ModuleList]:
     """A model's lists of layers, the longest first; those inside of layers are not among them."""
 
     def below(module: nn.Module) -> Iterator[nn.ModuleList]:

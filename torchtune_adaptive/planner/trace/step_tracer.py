@@ -24,7 +24,9 @@ from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Batch, DeviceMemory, Ranks, TrainStep, Usage
 from torchtune_adaptive.planner import private
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
+from torchtune_adaptive.planner.told import tell
 from torchtune_adaptive.planner.trace import fake_device
+from torchtune_adaptive.planner.trace.alike_layers import lists_of_layers
 from torchtune_adaptive.planner.trace.compiled_regions import CompiledRegions, check_compiler
 from torchtune_adaptive.planner.trace.kernels import attention, softmax
 from torchtune_adaptive.planner.trace.known_events import KnownEvents
@@ -156,7 +158,28 @@ class StepTracer:
         self.uneven = any(_is_uneven(p) for p in parameters if isinstance(p, DTensor))
         """Whether ranks hold different shares of the parameters."""
         self.recorder.phase = lambda: self.step.stage
+        for model in models:
+            self._tell_of_layers(model)
         self.set_up = self.recorder.take_events()
+
+    def _tell_of_layers(self, model: nn.Module) -> None:
+        """Tell which layer a forward or backward pass is in. That takes microseconds for each layer."""
+
+        def follow(layer: nn.Module, which: str) -> None:
+            def begins(*_: object) -> None:
+                tell(f"{self.recorder.phase()} pass, {which}")
+
+            def passed(module: nn.Module, inputs: object, output: object) -> None:
+                output = output[0] if isinstance(output, tuple) else output
+                if isinstance(output, torch.Tensor) and output.requires_grad:
+                    output.register_hook(begins)
+
+            layer.register_forward_pre_hook(begins)
+            layer.register_forward_hook(passed)
+
+        for layers in lists_of_layers(model):
+            for number, layer in enumerate(layers, 1):
+                follow(layer, f"layer {number} of {len(layers)}")
 
     def trace(
         self,
@@ -173,12 +196,14 @@ class StepTracer:
             recorder.peak = recorder.in_use
             for number in range(1, micro_batches + 1):
                 recorder.category = recorder.INPUTS
+                tell("forward pass")
                 step.forward_backward(batch, last=number == micro_batches)
                 if log is not None:
                     log.next_part()
             parameters = list(step.model.parameters())
             recorder.relabel((p.grad for p in parameters if p.grad is not None), recorder.GRADIENTS)
             recorder.category = recorder.STEPPING
+            tell("optimizer")
             step.apply()
             if not self._optimizer_state_is_there:
                 recorder.relabel(_state(step.optimizers), recorder.OPTIMIZER)

@@ -25,6 +25,8 @@ class Query:
     """Whether to trace the largest size itself, as a check of the way it was computed."""
     may_trace: bool = True
     """Whether to trace what is not remembered."""
+    beside: bool = False
+    """Whether to trace in two processes where that is quicker."""
     pace: Pace | None = None
     """Pace that its speed follows from, if that is known."""
 
@@ -54,7 +56,7 @@ class Query:
 
     def traces(self) -> Traces:
         """The config's steps: those that are remembered, and others as they are traced."""
-        return Traces(self.asked, self.ranks, self.rank, self.may_trace)
+        return Traces(self.asked, self.ranks, self.rank, self.may_trace, self.beside)
 
 
 def planned_rank(asked: Asked) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, knobs, strategies
-from torchtune_adaptive.planner import Speed, StepsByChoice, TracedStep
+from torchtune_adaptive.planner import Speed, steps_by_choice
 from torchtune_adaptive.recipe.plan.predict import Prediction
 from torchtune_adaptive.recipe.plan.query import Query
 from torchtune_adaptive.recipe.settings.asked import Asked
@@ -96,7 +96,7 @@ def ranked_choices(query: Query, may_change: str | tuple[str, ...]) -> list[tupl
 
 def _ranked(
     query: Query, may_change: str | tuple[str, ...], with_margin: bool = False
-) -> tuple[list[Choice], dict[Choice, float], dict[Choice, TracedStep]]:
+) -> tuple[list[Choice], dict[Choice, float], dict[Choice, steps_by_choice.TracedStep]]:
     """The choices from the one that should be fastest, their seconds as estimated, and what was traced."""
     if query.pace is None:
         unknown = "Nothing is known about the speed of this device. Name a GPU with --gpu."
@@ -121,10 +121,12 @@ def possible_choices(
     return choices(query.asked, query.ranks, may_change, layers=traces.layers, switches_only=True)
 
 
-def steps_with(query: Query, all_choices: list[Choice], traces: Traces) -> StepsByChoice:
+def steps_with(
+    query: Query, all_choices: list[Choice], traces: Traces
+) -> steps_by_choice.StepsByChoice:
     """The query's steps with each choice, its own the first."""
     assert query.pace is not None
-    return StepsByChoice(
+    return steps_by_choice.StepsByChoice(
         traces,
         all_choices,
         rows=query.rows,
@@ -136,10 +138,13 @@ def steps_with(query: Query, all_choices: list[Choice], traces: Traces) -> Steps
 
 
 def traced_until_one_fits(
-    steps: StepsByChoice, ranked: list[Choice], estimated: dict[Choice, float], usable_bytes: int
-) -> dict[Choice, TracedStep]:
+    steps: steps_by_choice.StepsByChoice,
+    ranked: list[Choice],
+    estimated: dict[Choice, float],
+    usable_bytes: int,
+) -> dict[Choice, steps_by_choice.TracedStep]:
     """Trace candidates, from the one that should be fastest, until no other can beat one that fits."""
-    traced: dict[Choice, TracedStep] = {}
+    traced: dict[Choice, steps_by_choice.TracedStep] = {}
     known: strategies.WaysThatFit[Choice] = strategies.WaysThatFit(
         Choice.needs_as_much_as, Choice.of_any_layers
     )
@@ -185,7 +190,7 @@ def traced_until_one_fits(
 
 
 def _sizes_that_are_too_large(
-    steps: StepsByChoice, ranked: list[Choice], usable_bytes: int
+    steps: steps_by_choice.StepsByChoice, ranked: list[Choice], usable_bytes: int
 ) -> list[Choice]:
     """The choices, by loss, that need the least memory of the smallest micro-batch of which nothing fits."""
     found = []
@@ -200,7 +205,10 @@ def _sizes_that_are_too_large(
 
 
 def _candidate(
-    query: Query, choice: Choice, estimated: dict[Choice, float], traced: dict[Choice, TracedStep]
+    query: Query,
+    choice: Choice,
+    estimated: dict[Choice, float],
+    traced: dict[Choice, steps_by_choice.TracedStep],
 ) -> Candidate:
     changed = with_choice(query.asked, query.ranks, choice)
     found = traced.get(choice)

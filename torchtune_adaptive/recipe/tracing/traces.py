@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from operator import attrgetter, methodcaller
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -16,6 +17,7 @@ from torchtune_adaptive.common import (
     Cache,
     NoPrediction,
     cache_folder,
+    counted,
     libraries,
     package_fingerprint,
 )
@@ -58,11 +60,18 @@ class NotRemembered(NoPrediction):
 
 class Traces:
     """The steps of one config on one rank, each traced once. Where it may not trace, what is not remembered
-    raises ``NotRemembered``."""
+    raises ``NotRemembered``. Where it may do so ``beside``, a second process may do a part of it."""
 
-    def __init__(self, asked: Asked, ranks: int, rank: int, may_trace: bool = True) -> None:
+    def __init__(
+        self,
+        asked: Asked,
+        ranks: int,
+        rank: int,
+        may_trace: bool = True,
+        beside: bool = False,
+    ) -> None:
         self._run = (asked, ranks, rank)
-        self._may_trace = may_trace
+        self._may_trace, self._beside = may_trace, beside
         self._own = configured_choice(asked, ranks)
         components = (OmegaConf.select(asked.cfg, f"{part}._component_") for part in _PARTS)
         versioned = all(str(name or "torch.").startswith(_VERSIONED) for name in components)
@@ -137,7 +146,8 @@ class Traces:
         name = f"{phase} {'as written ' * as_written}{(rows, length)}"
         if name not in self._steps:
             step = self._ready(length).step(
-                lambda tracer: tracer.take_phase(phase, rows, length, as_written)
+                methodcaller("take_phase", phase, rows, length, as_written),
+                where=f"{phase} of {counted(rows, 'row')}",
             )
             self._note(name, step)
         return self._steps[name]
@@ -154,8 +164,9 @@ class Traces:
         if name not in self._steps:
             checkpoint = (self._own | (choice or {}))[knobs.CHECKPOINT]
             step = self._ready(length).step(
-                lambda tracer: tracer.take_step(rows, length, choice, micro_batches, bool(how)),
+                methodcaller("take_step", rows, length, choice, micro_batches, bool(how)),
                 knobs.period(checkpoint),
+                counted(rows, "row"),
             )
             self._note(name, step)
         return self._steps[name]
@@ -188,11 +199,12 @@ class Traces:
             lambda shorten: Tracer(*self._run, shorten),
             lambda each: each.take_step(*size),
             knobs.period(self._own[knobs.CHECKPOINT]),
+            self._beside,
         )
         start_up = tracer.start_up()
         self.uneven = tracer.any.uneven
         self.max_seq_len = tracer.any.max_seq_len
-        self.layers = tracer.number(lambda each: each.layers)
+        self.layers = tracer.number(attrgetter("layers"))
         self._note("set-up", start_up.set_up)
         self._note(f"first {size}", start_up.first_step)
 
