@@ -55,7 +55,7 @@ On several GPUs these runs had FSDP1, and FSDP2 is planned.
 ## What was not planned
 
 - fms-acceleration: LoRA and QLoRA with fused kernels or Liger's, and GPTQ, for whose activations there is
-  no model; QLoRA on two GPUs, whose sharded weights of 4 bits `TransformersStep` refuses;
+  no model; QLoRA on two GPUs, which could not be planned then;
   `a100_80gb_moe.csv`, which has no peak of tensors; `a100_80gb.csv`, which earlier comparisons took unseen
   rows from.
 - fitcheck: `final-t4-20260921.json`, of which a part had been read; `t4-qlora-2026-09-01.json`, the same

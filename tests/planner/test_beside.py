@@ -15,6 +15,7 @@ import pytest
 
 from torchtune_adaptive.common.errors import ConfigError, NoPrediction
 from torchtune_adaptive.planner.repetition import NotPeriodic
+from torchtune_adaptive.planner.trace import beside as beside_module
 from torchtune_adaptive.planner.trace.beside import Beside
 
 
@@ -29,6 +30,9 @@ class Made:
 
     def fails(self, error: Exception) -> NoReturn:
         raise ConfigError("key", 1, "is wrong", "Write 2") if str(error) == "config" else error
+
+    def hangs(self) -> None:
+        time.sleep(60)
 
     def dies(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -63,6 +67,16 @@ def test_what_is_raised_comes_back(error: Exception, kind: type[Exception], mess
         with pytest.raises(kind, match=message):
             broken.ask(methodcaller("next"))()
     broken.close()
+
+
+def test_a_process_that_hangs_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside_module, "_LONGEST", 0.2)
+    beside = Beside(Made)
+    answer = beside.ask(methodcaller("hangs"))
+    with pytest.raises(RuntimeError, match="has not answered for"):
+        answer()
+    with pytest.raises(OSError, match="closed"):
+        beside.ask(methodcaller("next"))
 
 
 def test_a_process_that_dies_is_not_waited_for() -> None:

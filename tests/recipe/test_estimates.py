@@ -122,7 +122,8 @@ def test_an_estimate_imports_no_torch() -> None:
 import sys
 from torchtune_adaptive.cli import plan_command, plan_options
 plan = plan_command.plan_request(plan_command.load_config({LORA!r}), 1)
-assert plan_command.estimate_line(plan, plan_command.estimated(plan)).startswith("Estimate by")
+line = plan_command.estimate_line(plan.device, plan_command.estimated(plan).reserved, 0.05, "2 rows")
+assert line.startswith("Estimate by")
 assert not {{"torch", "torchtune"}} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -43,11 +43,11 @@ def write_step_page(
     step: TransformersStep,
     plan: Plan,
     device: DeviceLimits,
-    asked: dict[str, Any],
+    question: dict[str, Any],
     file: TrainerFile | None,
 ) -> None:
     """Write the page of a step that has a plan; where the user interrupts, of what is known by then.
-    ``asked`` has the arguments of ``step.plan``, and whether speeds are known (``timed``).
+    ``question`` has the arguments of ``step.plan``, and whether speeds are known (``timed``).
 
     Raises:
         NoPrediction: memory depends on more than a page shows.
@@ -59,11 +59,11 @@ def write_step_page(
             "experts_implementation=grouped_mm, or leave --html out."
         )
     # What is told about the machine is about one GPU.
-    is_told = asked["machine"].is_told
+    is_told = question["machine"].is_told
     names = offered_gpus(device.name, () if is_told else names_compared(arguments.compare))
     own = names.index(device.name)
-    on = [asked["gpu"] if name == device.name else name for name in names]
-    tables = _Tables(step, on, own, asked, file)
+    on = [question["gpu"] if name == device.name else name for name in names]
+    tables = _Tables(step, on, own, question, file)
     with suppress(KeyboardInterrupt):
         tables.ask()
     if not tables.choices:
@@ -93,7 +93,7 @@ class _Tables:
         step: what the user asks.
         gpus: the names of the GPUs.
         own: the place of the one that the user asks for.
-        asked: the arguments of ``step.plan``, and ``timed``.
+        question: the arguments of ``step.plan``, and ``timed``.
         file: the trainer's file, if there is one.
     """
 
@@ -102,10 +102,10 @@ class _Tables:
         step: TransformersStep,
         gpus: list[str],
         own: int,
-        asked: dict[str, Any],
+        question: dict[str, Any],
         file: TrainerFile | None,
     ) -> None:
-        self._step, self._asked, self._file = step, asked, file
+        self._step, self._question, self._file = step, question, file
         self._gpus = gpus
         self._own = own
         self._tables: dict[str, tuple[TransformersStep, Future[step_table.StepTable]]] = {}
@@ -114,9 +114,9 @@ class _Tables:
 
     def ask(self) -> None:
         """Trace what is not known, and wait for it; an interruption ends that, and keeps what is there."""
-        changes = dict(_changes(self._step, self._asked["machine"]))
+        changes = dict(_changes(self._step, self._question["machine"]))
         with TraceProgress(1 + len(changes), told_of) as progress, processes(_PRELOAD) as call:
-            rest = [self._asked[each] for each in ("memory", "headroom", "machine", "timed")]
+            rest = [self._question[each] for each in ("memory", "headroom", "machine", "timed")]
 
             def ask(name: str, step: TransformersStep, rows: tuple[int, ...] | None) -> Any:
                 found = call(step.table, self._gpus, self._own, rows, *rest)

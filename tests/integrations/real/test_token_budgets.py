@@ -32,12 +32,12 @@ def compare(kind: str, ways: dict[str, Any]) -> dict[str, Any]:
     seen: list[tuple[int, int]] = []
     forward = AdaptiveStep.__call__
 
-    def watched(self: Any, rows: Any, collate: Any, size: int, lengths: Any, groups: Any) -> Any:
+    def watched(self: Any, rows: Any, collate: Any, size: int, lengths: Any, *others: Any) -> Any:
         def seeing(some: list[int]) -> Any:  # the numbers of rows
             seen.append((len(some) * max(lengths[number] for number in some), size))
             return collate(some)
 
-        return forward(self, rows, seeing, size, lengths, groups)
+        return forward(self, rows, seeing, size, lengths, *others)
 
     AdaptiveStep.__call__ = watched  # type: ignore[method-assign, assignment]
     searched = trained(kind, SEARCHING, **settings)

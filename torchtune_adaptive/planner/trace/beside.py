@@ -17,6 +17,8 @@ from torchtune_adaptive.common import AdaptiveBatchingError, NoPrediction
 from torchtune_adaptive.planner.repetition import NotPeriodic
 from torchtune_adaptive.planner.told import listen
 
+_LONGEST = 300.0
+"""Seconds that an answer may take; with fewer layers than a model has, it takes some."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -39,12 +41,19 @@ class Beside(Generic[T]):
             self._process.start()
 
     def ask(self, of: Callable[[T], R]) -> Callable[[], R]:
-        """Begin to call a function; what is returned waits for the result, and raises what was raised."""
+        """Begin to call a function; what is returned waits for the result, and raises what was raised.
+
+        Raises:
+            EOFError, OSError, RuntimeError: the process has ended, or does not answer.
+        """
         number = next(self._numbers)
         self._connection.send((number, of))
 
         def result() -> R:
             while True:
+                if not self._connection.poll(_LONGEST):
+                    self.close()
+                    raise RuntimeError(f"a fork that traces has not answered for {_LONGEST:g} s")
                 answered, found = self._connection.recv()
                 if answered < number:  # nobody has waited for that
                     continue
