@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from comparing import summary
 
 from torchtune_adaptive.common import AdaptiveBatchingError, table
 from torchtune_adaptive.planner import TracedRun, processes
@@ -122,17 +123,6 @@ def report() -> Iterator[str]:
     yield from table(HEADER, lines, right={1, 2, 3, 4, 5})
     yield ""
     yield summary(differences)
-
-
-def summary(errors: Sequence[float]) -> str:
-    """The median, the ninth tenth and the largest of differences."""
-    sizes = sorted(map(abs, errors))
-    ninth = sizes[-(-9 * len(sizes) // 10) - 1]
-    shares = (statistics.median(sizes), ninth, sizes[-1])
-    half, most, every = (f"{100 * share:.1f} %" for share in shares)
-    return (
-        f"{len(sizes)} peaks: half are within {half}, nine of ten within {most}, all within {every}"
-    )
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import correlation, median
+from statistics import median
 from typing import Any, NamedTuple
 
+from comparing import rank_correlation
 from published_rows import FMS, FMS_BF16, FMS_LATER
 
 _HEAD = """# Published throughputs of transformers' Trainer
@@ -23,8 +24,8 @@ those that had been read: products in float32 with few terms were predicted too 
 **Of {count} runs, {fit} fit by their plans: half of the speeds are within {median} %, the worst is off by
 {worst} %.** {slower} are predicted too fast, and {inside} are within the band that a plan prints. Of the
 {unseen} that had not been read, half are within {median_unseen} %. Plans say of the other {edge} that they
-do not fit: these ran with memory given back in each step, or nearly so, and some were half as fast as
-others.
+do not fit. They ran, and are predicted {least_edge} to {most_edge} % too fast: where memory is short, torch
+gives back what it holds within a step, which is not in the prediction.
 """
 _MISSED = """
 ## What was missed, and why
@@ -95,6 +96,7 @@ def page(result: Mapping[str, Any], throughputs: Mapping[str, Mapping[str, float
     every = compared(result["rows"], throughputs)
     counted = [one for one in every if one.table != FMS_BF16]
     fit = [one for one in counted if one.fits]
+    edge = [one for one in counted if not one.fits]
     unseen = [one for one in fit if not one.was_read]
     head = _HEAD.format(
         versions=result["versions"],
@@ -106,7 +108,9 @@ def page(result: Mapping[str, Any], throughputs: Mapping[str, Mapping[str, float
         inside=sum(one.is_inside for one in fit),
         unseen=len(unseen),
         median_unseen=_median(unseen),
-        edge=len(counted) - len(fit),
+        edge=len(edge),
+        least_edge=f"{100 * min(one.error for one in edge):.0f}",
+        most_edge=f"{100 * max(one.error for one in edge):.0f}",
     )
     lines = [
         head,
@@ -133,17 +137,10 @@ def _median(rows: Sequence[Compared]) -> str:
 
 
 def _summary(name: str, rows: Sequence[Compared]) -> str:
-    ranks = "" if len(rows) < 3 else f"{_rank_correlation(rows):.2f}"
+    speeds = [one.published for one in rows], [float(one.predicted) for one in rows]
+    ranks = f"{rank_correlation(*speeds):.2f}"
     worst = max((one.error for one in rows), key=abs)
     return f"| {name} | {len(rows)} | {_median(rows)} % | {100 * worst:+.1f} % | {ranks} |"
-
-
-def _rank_correlation(rows: Sequence[Compared]) -> float:
-    speeds = [(one.published, float(one.predicted)) for one in rows]
-    ranks = (
-        [sorted(column).index(value) for value in column] for column in zip(*speeds, strict=True)
-    )
-    return correlation(*ranks)
 
 
 def _line(one: Compared) -> str:

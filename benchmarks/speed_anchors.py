@@ -20,6 +20,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import mosaic
+from comparing import rank_correlation
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.planner.speed.devices import SPEEDS, with_power
@@ -214,17 +215,6 @@ def all_traces(
 def result(anchor: Anchor, step: StepOperations) -> Result:
     pace = Pace(DEVICES[anchor.device], anchor.ranks, anchor.compiled, anchor.quantized, "bfloat16")
     return Result(anchor, pace.speed(step, anchor.rows, anchor.length, 1))
-
-
-def ranks(values: Sequence[float]) -> list[int]:
-    return [sorted(values).index(value) for value in values]
-
-
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's; there are no ties."""
-    published, predicted, n = ranks(one), ranks(other), len(one)
-    squares = sum((a - b) ** 2 for a, b in zip(published, predicted, strict=True))
-    return 1 - 6 * squares / (n * (n * n - 1))
 
 
 def known(folder: Path | None) -> list[str]:

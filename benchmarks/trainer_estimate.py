@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from comparing import summary
 
 from torchtune_adaptive import TransformersStep
 from torchtune_adaptive.common import table
@@ -172,18 +173,6 @@ def report() -> Iterator[str]:
     yield from table(HEADER, lines, right={2, 3, 4, 5, 6})
     yield ""
     yield summary(errors())
-
-
-def summary(errors: Sequence[float]) -> str:
-    """The median, the ninth tenth and the largest of differences."""
-    sizes = sorted(map(abs, errors))
-    ninth = sizes[-(-9 * len(sizes) // 10) - 1]
-    half, most, every = (
-        f"{100 * share:.1f} %" for share in (statistics.median(sizes), ninth, sizes[-1])
-    )
-    return (
-        f"{len(sizes)} peaks: half are within {half}, nine of ten within {most}, all within {every}"
-    )
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ import pytest
 from tests.helpers.pages import plan_of, used
 from tests.helpers.planning import asked
 from torchtune_adaptive.cli.page_questions import PageTables
-from torchtune_adaptive.cli.plan_command import _write_page
 from torchtune_adaptive.cli.plan_options import NO_ANSWER, plan_command
-from torchtune_adaptive.cli.plan_page import page_of
+from torchtune_adaptive.cli.plan_page import page_of, write_page
 from torchtune_adaptive.common.errors import NoPrediction
 from torchtune_adaptive.planner.memory.peak import Peak
 from torchtune_adaptive.planner.step_table import OnDevice, StepTable
@@ -174,7 +173,7 @@ def test_an_interrupted_plan_leaves_a_page_of_what_is_known_or_none(
         tables.ask(ask, Progress(waits))  # type: ignore[arg-type]
     for one in unfinished:  # the processes that work on them are killed
         one.set_exception(NoPrediction("a process that traced was killed"))
-    _write_page(arguments, tables)
+    write_page(arguments.html, tables.page(arguments))
     assert [path.name for path in tmp_path.iterdir()] == ["p.html"][:waits]
     if waits:
         assert len(questions) == 8

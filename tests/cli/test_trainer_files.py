@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import runpy
 from collections.abc import Mapping
@@ -14,6 +13,8 @@ import pytest
 import yaml
 
 from tests.helpers.hugging_face import LLAMA_1B, written
+from tests.helpers.planning import asked
+from tests.helpers.trainer_files import FOLDER, changed, given
 from torchtune_adaptive.cli.other_trainers import accelerate, sharding
 from torchtune_adaptive.cli.other_trainers.axolotl import AXOLOTL
 from torchtune_adaptive.cli.other_trainers.files import read_file, recognized
@@ -21,7 +22,7 @@ from torchtune_adaptive.cli.other_trainers.keys import FileReading, Keys, Refuse
 from torchtune_adaptive.cli.other_trainers.llama_factory import LLAMA_FACTORY
 from torchtune_adaptive.cli.other_trainers.trl import DPO, SFT
 from torchtune_adaptive.cli.other_trainers.trl_rollouts import GRPO, RLOO
-from torchtune_adaptive.cli.plan_options import add_arguments, parsed, plan_command
+from torchtune_adaptive.cli.plan_options import plan_command
 from torchtune_adaptive.common import ConfigError, NoPrediction
 from torchtune_adaptive.library import (
     Plan,
@@ -32,7 +33,6 @@ from torchtune_adaptive.library import (
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "tests" / "data" / "trainer_files"
 TRAINERS = {"axolotl": AXOLOTL, "llama_factory": LLAMA_FACTORY, "trl_sft": SFT, "trl_dpo": DPO}
 TRAINERS |= {"trl_grpo": GRPO, "trl_rloo": RLOO}
 FILES = [path for name in TRAINERS for path in sorted((FOLDER / name).glob("*.yaml"))]
@@ -42,19 +42,6 @@ TABLES += [(sharding.KEYS, sharding.IGNORED), (accelerate.KEYS, accelerate.IGNOR
 
 def name(path: Path) -> str:
     return f"{path.parent.name}/{path.stem}"
-
-
-def given(path: Path) -> dict[str, Any]:
-    found = yaml.safe_load(path.read_text())
-    assert isinstance(found, dict)
-    return found
-
-
-def changed(folder: Path, path: str, **changes: Any) -> Path:
-    """A copy of a file with other keys."""
-    copy = folder / f"{Path(path).name}.yaml"
-    copy.write_text(yaml.safe_dump({**given(FOLDER / f"{path}.yaml"), **changes}))
-    return copy
 
 
 def refusal(path: Path, *changes: str) -> str:
@@ -549,9 +536,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[TransformersStep]:
 
 
 def planned(path: Path, *words: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return plan_command(parsed(parser, [str(path), "--gpu", "4090", *words]))
+    return plan_command(asked([str(path), "--gpu", "4090", *words]))
 
 
 def test_the_answer_is_in_the_words_of_the_file(
@@ -626,10 +611,8 @@ def test_what_cannot_be_answered(
 
 
 def test_a_launch_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     launch = str(FOLDER / "accelerate" / "ddp.yaml")
-    assert plan_command(parsed(parser, ["tiny/full", "--accelerate", launch])) == 2
+    assert plan_command(asked(["tiny/full", "--accelerate", launch])) == 2
     assert "goes with a file of another trainer" in capsys.readouterr().err
 
 

@@ -16,11 +16,13 @@ from tests.helpers.hugging_face import LLAMA_1B, about, written
 from tests.helpers.pages import plan_of, used
 from tests.helpers.planning import asked
 from tests.helpers.torchvision import without_torchvision
+from tests.helpers.trainer_files import FOLDER, changed
 from torchtune_adaptive.cli import transformers_page
 from torchtune_adaptive.cli.plan_options import NO_ANSWER, plan_command
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.library import Plan, TransformersStep
 from torchtune_adaptive.library.planning import ExpertsPlan, RoutedPlan
+from torchtune_adaptive.planner import gpus, planned_gpu
 from torchtune_adaptive.planner.memory.peak import Peak
 from torchtune_adaptive.planner.step_table import OnDevice, StepTable
 
@@ -65,13 +67,13 @@ def test_a_page_shows_what_plan_says(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A step that is planned and has tables without a trace; what the futures do can be changed."""
-    answers: dict[str, Any] = {"experts": None, "finished": lambda step: True}
+    answers: dict[str, Any] = {"experts": None, "finished": lambda step: True, "fails_on": 2}
 
     @contextmanager
     def processes(_: str) -> Iterator[Callable[..., Future[StepTable]]]:
         def call(table: Any, *arguments: Any) -> Future[StepTable]:
             future: Future[StepTable] = Future()
-            if table.__self__.ranks == 2:
+            if table.__self__.ranks == answers["fails_on"]:
                 future.set_exception(NoPrediction("it cannot be traced"))
             elif answers["finished"](table.__self__):
                 future.set_result(table(*arguments))
@@ -79,15 +81,12 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         yield call
 
-    def table(step: TransformersStep, gpus: list[str], own: int, *_: Any) -> StepTable:
+    def table(step: TransformersStep, names: list[str], own: int, *_: Any) -> StepTable:
         sizes = (1, 8, 64)
         peaks = [Peak(n, 1, n, n, n << 30, {"gradients": n}, "", "") for n in sizes]
-        return StepTable(sizes, [OnDevice(devices[gpu], 5, peaks, [None] * 3) for gpu in gpus])
+        return StepTable(sizes, [OnDevice(devices[gpu], 5, peaks, [None] * 3) for gpu in names])
 
-    from torchtune_adaptive.planner import gpus as known
-    from torchtune_adaptive.planner import planned_gpu
-
-    devices = {name: planned_gpu(kind, 1, 0.05)[0] for name, kind in known.GPUS.items()}
+    devices = {name: planned_gpu(kind, 1, 0.05)[0] for name, kind in gpus.GPUS.items()}
     monkeypatch.setattr(transformers_page, "processes", processes)
     monkeypatch.setattr(TransformersStep, "table", table)
     monkeypatch.setattr(
@@ -148,6 +147,15 @@ def test_a_file_has_its_own_keys(tmp_path: Path, traced: dict[str, Any]) -> None
     facts = facts_of(page)
     assert facts["command"] == f"tune-adaptive plan {file} lora_rank=4"
     assert "disable_gradient_checkpointing=true" in [one["overrides"] for one in facts["choices"]]
+
+
+def test_a_launch_says_how_many_gpus_there_are(tmp_path: Path, traced: dict[str, Any]) -> None:
+    traced["fails_on"] = 0
+    page, launch = tmp_path / "p.html", str(FOLDER / "accelerate" / "ddp.yaml")
+    file = changed(tmp_path, "trl_sft/full", per_device_train_batch_size=8)
+    line = [str(file), "--hf", str(written(tmp_path, LLAMA_1B)), "--accelerate", launch]
+    assert plan_command(asked([*line, "--html", str(page)])) == 0
+    assert {one["ranks"] for one in facts_of(page)["choices"]} == {2}
 
 
 @pytest.mark.parametrize("waits", [0, 1])

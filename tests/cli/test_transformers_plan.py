@@ -187,6 +187,7 @@ def test_experts_have_settings(tmp_path: Path, steps: Any) -> None:
         (["--method", "qlora", "fsdp=true", "optim=adamw_8bit"], "that FSDP2 has sharded"),
         (["--fastest"], "--fastest: True is not for this step"),
         (["--trainer", "GRPOTrainer", "--tokens", "5M"], "--tokens: '5M' is not for this step"),
+        (["--trainer", "RLOOTrainer", "--power", "300W"], "--power: '300W' is not for this step"),
         (["--compare", "h100-80gb,nothing"], "--compare: 'nothing' "),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.benchmarks import benchmark
 from tests.helpers.hugging_face import LLAMA_1B, written
 from tests.helpers.torchvision import without_torchvision
 from torchtune_adaptive.library import TransformersRollouts, TransformersStep
 
-COMPARED = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "trainer_estimate.py"))
+COMPARED = benchmark("trainer_estimate")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.hugging_face import about
 from tests.helpers.torchvision import without_torchvision
-from torchtune_adaptive import Machine, Speed, TransformersStep
+from torchtune_adaptive import Machine, Speed, TransformersStep, UsageError
 from torchtune_adaptive.library.four_bit import FourBitLinear
 from torchtune_adaptive.library.liger_kernels import CrossEntropy, GatedProduct, Norm, rotated
 from torchtune_adaptive.library.trainer_optimizers import BlockwiseAdamW
@@ -78,6 +78,12 @@ def test_what_is_told_about_the_machine_changes_the_speed(speed: Callable[..., S
     usual, slower = speed(), speed(machine=Machine(power=350))
     assert slower.seconds > usual.seconds and flops(slower) == pytest.approx(flops(usual))
     assert speed(load_in_4bit=True, lora=True).band != usual.band
+
+
+def test_the_simulated_device_has_no_machine_around_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    with pytest.raises(UsageError, match="machine: the device that gpu='cpu' simulates has none"):
+        TransformersStep(folder=str(tmp_path)).plan("cpu", "1GiB", machine=Machine(power=300))
 
 
 class TestKernels:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torchtune import config
 
+from tests.helpers.benchmarks import benchmark
 from tests.helpers.hugging_face import PUBLISHED, written
 from torchtune_adaptive.cli.hugging_face import config_for
 from torchtune_adaptive.planner import estimate
@@ -23,7 +24,7 @@ from torchtune_adaptive.recipe.registry import load_config, with_overrides
 
 ROOT = Path(__file__).parents[2]
 MADE = runpy.run_path(str(ROOT / "docs" / "make" / "decoders.py"))
-COMPARED = runpy.run_path(str(ROOT / "benchmarks" / "estimate.py"))
+COMPARED = benchmark("estimate")
 SHAPES = json.loads((ROOT / "torchtune_adaptive" / "recipe" / "plan" / "decoders.json").read_text())
 LORA = "llama3_2/1B_lora_single_device"
 

@@ -98,10 +98,14 @@ def words_for_machine(arguments: argparse.Namespace) -> list[str]:
     ]
 
 
-def names_compared(compare: str | None) -> tuple[str, ...]:
-    """The GPUs to choose from that ``--compare`` names, or those that a page has by default."""
-    names = (name.strip() for name in (compare or "").split(","))
-    return tuple(name for name in names if name not in ("", gpus.HERE)) or GPUS
+def names_in(compare: str | None) -> list[str]:
+    """The GPUs that ``--compare`` names."""
+    return [name.strip() for name in (compare or "").split(",") if name.strip()]
+
+
+def names_to_choose(compare: str | None) -> tuple[str, ...]:
+    """The GPUs to choose from on a page: those that ``--compare`` names, or those that it has by default."""
+    return tuple(name for name in names_in(compare) if name != gpus.HERE) or GPUS
 
 
 def require_file(path: Path) -> None:

@@ -17,7 +17,7 @@ from torchtune_adaptive.cli.page_choices import (
     NOT_FINISHED,
     Page,
     PageChoice,
-    names_compared,
+    names_to_choose,
     offered_gpus,
     other_numbers_of_gpus,
     require_file,
@@ -194,7 +194,7 @@ def tables_for(plan: PlanRequest, arguments: argparse.Namespace, again: Again) -
         reason = "shows one configuration, and --fastest is about many"
         raise ConfigError("--html", str(arguments.html), reason, "Leave one of the two out")
     require_file(arguments.html)
-    return PageTables(plan, again, names_compared(arguments.compare))
+    return PageTables(plan, again, names_to_choose(arguments.compare))
 
 
 def _failure(table: Future[step_table.StepTable] | None) -> str | None:

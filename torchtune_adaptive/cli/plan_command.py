@@ -104,7 +104,7 @@ def plan_config(
     except Interrupted as end:
         print(end, file=sys.stderr)
         if tables:
-            _write_page(arguments, tables)
+            write_page(arguments.html, tables.page(arguments))
         return end.verdict
     if arguments.json:
         print(json.dumps(as_dict(report), indent=1))
@@ -114,16 +114,8 @@ def plan_config(
         draw(report, arguments.plot)
         print(f"Plot: {arguments.plot}", file=sys.stderr)  # stdout may be JSON
     if tables:
-        _write_page(arguments, tables)
+        write_page(arguments.html, tables.page(arguments))
     return report.verdict
-
-
-def _write_page(arguments: argparse.Namespace, tables: PageTables) -> None:
-    page = tables.page(arguments)
-    if page is not None:
-        write_page(arguments.html, page)
-    said = arguments.html if page else "not written, as its first answer was not finished"
-    print(f"Page: {said}", file=sys.stderr)
 
 
 def _config(arguments: argparse.Namespace) -> tuple[str, DictConfig]:

@@ -6,6 +6,7 @@ The page has the tables of all its choices, and looks up in them: it computes no
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -23,12 +24,15 @@ _DIGITS = 7
 """Significant digits of speeds."""
 
 
-def write_page(path: Path, page: Page) -> None:
-    """Write a page, whole or not at all.
+def write_page(path: Path, page: Page | None) -> None:
+    """Write a page, whole or not at all, and say so; None if there is no answer to show.
 
     Raises:
         ConfigError: the file cannot be written.
     """
+    if page is None:
+        print("Page: not written, as its first answer was not finished", file=sys.stderr)
+        return
     text = page_of(page.subject, _facts(page), _answer(page))
     try:
         with atomically(path, flush=False) as temporary:
@@ -36,6 +40,7 @@ def write_page(path: Path, page: Page) -> None:
     except OSError as error:
         reason = f"cannot be written ({error.strerror})"
         raise ConfigError("--html", str(path), reason, "Name another file") from None
+    print(f"Page: {path}", file=sys.stderr)
 
 
 def page_of(subject: str, facts: dict[str, Any], answer: str) -> str:

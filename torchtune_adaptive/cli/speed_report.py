@@ -31,6 +31,7 @@ class DeviceAnswer:
 
     @classmethod
     def of(cls, answer: Answer) -> DeviceAnswer:
+        """An answer of the planner."""
         peak = answer.peak
         found = answer.verdict, peak.rows, peak.reserved, answer.largest
         return cls(answer.device, *found, answer.speed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -16,7 +15,7 @@ from torchtune_adaptive.cli.page_choices import (
     NOT_FINISHED,
     Page,
     PageChoice,
-    names_compared,
+    names_to_choose,
     offered_gpus,
     other_numbers_of_gpus,
     words_for_gpu,
@@ -24,8 +23,8 @@ from torchtune_adaptive.cli.page_choices import (
 )
 from torchtune_adaptive.cli.plan_page import write_page
 from torchtune_adaptive.cli.plan_progress import TraceProgress
-from torchtune_adaptive.common import NoPrediction, UsageError, counted
-from torchtune_adaptive.planner import DeviceLimits, Machine, processes, step_table, told_of
+from torchtune_adaptive.common import NoPrediction, counted
+from torchtune_adaptive.planner import DeviceLimits, processes, step_table, told_of
 
 if TYPE_CHECKING:
     from torchtune_adaptive.library import Plan, TransformersStep
@@ -60,14 +59,14 @@ def write_step_page(
         )
     # What is told about the machine is about one GPU.
     is_told = question["machine"].is_told
-    names = offered_gpus(device.name, () if is_told else names_compared(arguments.compare))
+    names = offered_gpus(device.name, () if is_told else names_to_choose(arguments.compare))
     own = names.index(device.name)
     on = [question["gpu"] if name == device.name else name for name in names]
     tables = _Tables(step, on, own, question, file)
     with suppress(KeyboardInterrupt):
         tables.ask()
     if not tables.choices:
-        print("Page: not written, as its first answer was not finished", file=sys.stderr)
+        write_page(arguments.html, None)
         return
     rows_key = file.trainer.rows if file else ROWS
     page = Page(
@@ -83,7 +82,6 @@ def write_step_page(
         missing=tables.missing,
     )
     write_page(arguments.html, page)
-    print(f"Page: {arguments.html}", file=sys.stderr)
 
 
 class _Tables:
@@ -109,12 +107,11 @@ class _Tables:
         self._gpus = gpus
         self._own = own
         self._tables: dict[str, tuple[TransformersStep, Future[step_table.StepTable]]] = {}
-        self._refused: list[str] = []
         self._unfinished: set[str] = set()
 
     def ask(self) -> None:
         """Trace what is not known, and wait for it; an interruption ends that, and keeps what is there."""
-        changes = dict(_changes(self._step, self._question["machine"]))
+        changes = dict(_changes(self._step, self._has_other_ranks))
         with TraceProgress(1 + len(changes), told_of) as progress, processes(_PRELOAD) as call:
             rest = [self._question[each] for each in ("memory", "headroom", "machine", "timed")]
 
@@ -129,18 +126,18 @@ class _Tables:
                 progress.wait(own)
                 rows = own.result().rows
                 for name, change in changes.items():
-                    try:
-                        changed = replace(self._step, **change)
-                    except UsageError as error:
-                        self._refused.append(f"{name}: {error}")
-                        progress.expect_more(-1)
-                    else:
-                        ask(name, changed, rows)
+                    ask(name, replace(self._step, **change), rows)
                 progress.wait()
             except KeyboardInterrupt:
                 # What is worked on will be killed, which is no reason to be told.
                 self._unfinished = {n for n, (_, one) in self._tables.items() if not one.done()}
                 raise
+
+    @property
+    def _has_other_ranks(self) -> bool:
+        """Whether there may be another number of GPUs: neither nodes nor accelerate's file say it."""
+        told_in_file = self._file is not None and self._file.ranks is not None
+        return not told_in_file and self._question["machine"].gpus_in_a_node is None
 
     @property
     def choices(self) -> list[PageChoice]:
@@ -155,7 +152,7 @@ class _Tables:
     def missing(self) -> list[str]:
         """Those that have none, with the reason."""
         failures = ((name, self._failure(name)) for name in self._tables)
-        return [*self._refused, *(f"{name}: {reason}" for name, reason in failures if reason)]
+        return [f"{name}: {reason}" for name, reason in failures if reason]
 
     def _failure(self, name: str) -> str | None:
         """The reason why there is no table; None if there is one."""
@@ -175,13 +172,13 @@ class _Tables:
         return PageChoice(step.max_length, step.ranks, checkpointing, overrides, table)
 
 
-def _changes(step: TransformersStep, machine: Machine) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The settings that are changed: checkpointing, the length of rows, the number of GPUs."""
+def _changes(step: TransformersStep, has_other_ranks: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The settings that are changed: checkpointing, the length of rows, and perhaps the number of GPUs."""
     yield "other checkpointing", {"gradient_checkpointing": not step.gradient_checkpointing}
     for length in (step.max_length // 2, 2 * step.max_length):
         if length >= 2:
             yield f"rows of {length:,} tokens", {"max_length": length}
-    if machine.gpus_in_a_node is None:
+    if has_other_ranks:
         for ranks in other_numbers_of_gpus(step.ranks):
             if ranks > 1 or not step.fsdp:
                 yield counted(ranks, "GPU"), {"ranks": ranks}

@@ -15,7 +15,7 @@ from torchtune_adaptive.cli.hugging_face import Method, read_config
 from torchtune_adaptive.cli.job import Job, job
 from torchtune_adaptive.cli.margin import caution, caution_of_retries, estimate_line, peak_of
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile
-from torchtune_adaptive.cli.page_choices import require_file
+from torchtune_adaptive.cli.page_choices import names_in, require_file
 from torchtune_adaptive.cli.plan_progress import with_progress
 from torchtune_adaptive.cli.speed_report import (
     DeviceAnswer,
@@ -46,8 +46,8 @@ _NOT_SETTINGS = ("folder", "load_in_4bit", "lora", "ranks", "trainer")
 """Fields of a step that options give."""
 _UNUSED = ("plot", "fastest", "may_change")
 """Options to which these steps have no answer."""
-_OF_STEPS = ("compare", "tokens", "price", "html")
-"""Options about steps alone."""
+_OF_STEPS = ("compare", "tokens", "price", "html", "power", "links", "network")
+"""Options about steps alone: about their speed, and the page."""
 
 
 def plan_transformers(
@@ -69,7 +69,7 @@ def plan_transformers(
     device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
 
     step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
-    names = [name.strip() for name in (arguments.compare or "").split(",") if name.strip()]
+    names = names_in(arguments.compare)
     others = [gpus.gpu(name, "--compare") for name in names]
     asked_job = job(arguments.tokens, arguments.price, kind.name, names)
     if arguments.html:

@@ -97,6 +97,11 @@ def step_question(
         assumptions = (*assumptions, *machine.lines(kind.name, ranks))
         if speeds is not None and speeds.assumed:
             assumptions = (*assumptions, f"speed: of {speeds.name}, {speeds.assumed}")
+    elif machine is not None and machine.is_told:
+        raise UsageError(
+            "machine: the device that gpu='cpu' simulates has none around it. Name a GPU, or leave machine "
+            "out."
+        )
     elif bytes_given is not None:
         device, assumptions = DeviceLimits.simulated(bytes_given, headroom), ()
         speeds = Machine.simulated()

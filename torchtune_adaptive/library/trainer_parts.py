@@ -246,7 +246,7 @@ class TiledLogProbs(torch.autograd.Function):
         compute_in: torch.dtype,
     ) -> torch.Tensor:
         sums = torch.zeros(7, len(hidden), device=hidden.device)
-        with fake_device.done(_times(hidden)):
+        with fake_device.repeated(_times(hidden)):
             for tile, part, columns, *_ in _tiles(hidden, weight, compute_in):
                 torch.mm(part, weight[columns].to(compute_in).t(), out=tile)
                 _reduce(tile, TiledLogProbs.FORWARD)
@@ -262,7 +262,7 @@ class TiledLogProbs(torch.autograd.Function):
             torch.zeros(one.shape, device=one.device) if needed else None
             for one, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False)
         )
-        with fake_device.done(_times(hidden)):
+        with fake_device.repeated(_times(hidden)):
             for tile, part, columns, rows in _tiles(hidden, weight, ctx.compute_in):
                 piece = weight[columns].to(ctx.compute_in)
                 torch.mm(part, piece.t(), out=tile)

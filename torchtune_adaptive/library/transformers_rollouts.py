@@ -207,7 +207,7 @@ class TransformersRollouts(TransformersStep):
         machine: Machine | None = None,
     ) -> RolloutsPlan:
         """Predict the peak of each phase, and the largest micro-batch with which all of them fit, but no
-        speed; the arguments are those of ``TransformersStep.plan``.
+        speed, so that ``machine`` changes nothing; the arguments are those of ``TransformersStep.plan``.
 
         Raises:
             UsageError: an argument cannot be used.

@@ -158,7 +158,7 @@ def ran(
 
 
 @contextmanager
-def done(times: float) -> Iterator[None]:
+def repeated(times: float) -> Iterator[None]:
     """A context in which what is done stands for so many times as much, which would take the same memory."""
     listener = _here.listener
     if listener is None:

@@ -18,7 +18,7 @@ def tabulated(
     else: see ``workers``."""
     traces = query.traces()
     run = TracedRun(traces, query.length)
-    # So are the operations of compiled steps.
+    # Operations of compiled steps do not follow from others, so each size takes a trace.
     found = step_table.table_of(run, query.question, devices, rows, few=traces.compiled)
     traces.remember()
     return replace(found, uneven=bool(traces.uneven), as_written=traces.as_written)
