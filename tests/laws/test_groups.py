@@ -227,18 +227,18 @@ def test_no_rank_waits_beyond_its_limit_for_one_that_has_died(where: str, kind: 
 
 def patient_for_files_only() -> str:
     """Wait twice for longer than the limit: for a file, and for an answer."""
-    ranks = Ranks(timeout=2.0)
+    ranks = Ranks(timeout=4.0)
 
     def write() -> str:
-        time.sleep(4.0)
+        time.sleep(6.0)
         return "written"
 
     written = AllOrNone(ranks).decide(write)
     if ranks.is_zero:
-        with pytest.raises(RankLost, match="has not answered for 2 s"):
+        with pytest.raises(RankLost, match="has not answered for 4 s"):
             ranks.gather(None)
     else:
-        time.sleep(8.0)
+        time.sleep(10.0)
     return written
 
 
