@@ -24,6 +24,9 @@ GPUS = (
 """GPUs to choose from, beside the one that is asked for, unless others are named."""
 _RANKS = (1, 2, 4, 8)
 _MACHINE = ("nodes", "power", "links", "network", "machine")
+_OTHER_KERNELS = (
+    "GPUs older than Ampere compute attention by other kernels, so they have pages of their own"
+)
 NOT_FINISHED = "not finished"
 """The reason why there is no answer to a question that was interrupted."""
 
@@ -70,11 +73,22 @@ class Page:
 
 def offered_gpus(name: str, names: Iterable[str] = GPUS) -> tuple[str, ...]:
     """The names of GPUs to choose from, the one that is asked for among them. If that is not known by
-    name, as where an amount of memory is told, there is no choice."""
+    name, as where an amount of memory is told, there is no choice. GPUs older than Ampere have no page with
+    others, as their steps take other memory."""
     if name not in gpus.GPUS:
         return (name,)
     found = {name, *(gpus.gpu(each).name for each in names)}
-    return tuple(each for each in gpus.GPUS if each in found)
+    old = gpus.GPUS[name].before_ampere
+    return tuple(
+        each for each, gpu in gpus.GPUS.items() if each in found and gpu.before_ampere == old
+    )
+
+
+def not_offered(name: str, compare: str | None) -> list[str]:
+    """The GPUs of ``--compare`` that cannot be on a page with the one that is asked for, with the reason."""
+    old = gpus.is_before_ampere(name)
+    others = (each for each in names_in(compare) if gpus.is_before_ampere(each) != old)
+    return [f"{each}: {_OTHER_KERNELS}" for each in others]
 
 
 def other_numbers_of_gpus(ranks: int, multiple_of: int = 1) -> list[int]:

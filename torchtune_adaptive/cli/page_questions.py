@@ -18,6 +18,7 @@ from torchtune_adaptive.cli.page_choices import (
     Page,
     PageChoice,
     names_to_choose,
+    not_offered,
     offered_gpus,
     other_numbers_of_gpus,
     require_file,
@@ -136,6 +137,7 @@ class PageTables:
             choices=[_choice(one) for one in self._asked if one.failure is None],
             assumptions=(f"length of rows: {plan.length_source}", *plan.assumptions),
             missing=[
+                *not_offered(plan.device.name, arguments.compare),
                 *self._refused,
                 *(f"{one.name}: {one.failure}" for one in self._asked if one.failure is not None),
             ],

@@ -16,6 +16,7 @@ from torchtune_adaptive.cli.page_choices import (
     Page,
     PageChoice,
     names_to_choose,
+    not_offered,
     offered_gpus,
     other_numbers_of_gpus,
     words_for_gpu,
@@ -79,7 +80,7 @@ def write_step_page(
         device=own,
         choices=tables.choices,
         assumptions=plan.assumptions,
-        missing=tables.missing,
+        missing=[*not_offered(device.name, arguments.compare), *tables.missing],
     )
     write_page(arguments.html, page)
 

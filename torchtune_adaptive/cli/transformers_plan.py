@@ -83,6 +83,8 @@ def plan_transformers(
     hints = () if step.in_one_row else ("padded=True or False says whether rows are padded",)
     told = (*arguments.hf.about, *(file.notes if file else hints))
     told += plan.assumptions if plan.speed else assumptions
+    if is_named and plan.speed is None and step.trainer not in GENERATING:
+        told += (f"no speed: that of a {kind.name} is not known in the type that is computed in",)
     told += (plan.unchecked,) * bool(plan.unchecked)
     plan = replace(plan, assumptions=(*step.about(), *told))
     verdict, blocks = _answered(plan, step, device, file, asked_job)
@@ -122,7 +124,8 @@ def _on(kind: gpus.Gpu, step: TransformersStep, machine: Machine) -> DeviceAnswe
 
 def _estimate(step: TransformersStep, device: DeviceLimits, file: TrainerFile | None) -> str:
     """The line that is shown while the step is traced, if there is one."""
-    if (about := step.estimated()) is None:
+    about = None if device.before_ampere else step.estimated()  # attention may take more there
+    if about is None:
         return ""
     where = f"{_rows_key(file)} {step.per_device_train_batch_size}"
     return estimate_line(device, about, step.ESTIMATE_ERROR, where)

@@ -78,7 +78,8 @@ class ModelTracer(StepTracer):
     def __init__(
         self, question: StepQuestion, shorten: Callable[[nn.Module], None], routing: str
     ) -> None:
-        super().__init__(not question.asked.device.caching, 0, question.ranks)
+        device = question.asked.device
+        super().__init__(not device.caching, 0, question.ranks, before_ampere=device.before_ampere)
         self.compiles = False
         _only_wrap()
         if not self.recorder.simulated:

@@ -44,6 +44,20 @@ _NUMBERS = (
 )
 
 
+def check_attention(step: Any, gpu: str, before_ampere: bool) -> None:
+    """Raise if a step needs kernels that a GPU does not have.
+
+    Raises:
+        UsageError: it does.
+    """
+    if before_ampere and step.in_one_row:
+        key = "packing" if step.packing else "padding_free"
+        raise UsageError(
+            f"{key}: FlashAttention, which keeps samples of one row apart, needs Ampere or newer, and {gpu} "
+            f"is older. Set {key}=False."
+        )
+
+
 def check_step(step: Any) -> None:
     """Raise if a step cannot be planned as it is set.
 

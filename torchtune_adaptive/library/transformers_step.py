@@ -25,7 +25,7 @@ from torchtune_adaptive.library import step_estimate
 from torchtune_adaptive.library.liger_choices import about_liger, refuse_types
 from torchtune_adaptive.library.model_types import about_kernels, refuse_loops
 from torchtune_adaptive.library.planning import Plan, answered, remembered, tabulated
-from torchtune_adaptive.library.step_checks import check_step
+from torchtune_adaptive.library.step_checks import check_attention, check_step
 from torchtune_adaptive.library.step_choices import (
     ALL_LINEAR,
     DPO,
@@ -298,6 +298,7 @@ class TransformersStep:
             length=self.max_length * (1 + self.has_pairs),
             machine=machine,
         )
+        check_attention(self, gpu, question.asked.device.before_ampere)
         asked = replace(question.asked, pace=self._pace(question.asked.pace))
         facts = self._facts(asked)
         return replace(question, asked=asked, least=self._least(), facts=facts, cache=cache)
@@ -335,6 +336,7 @@ class TransformersStep:
             "micro-batches": min(self.gradient_accumulation_steps, 2),
             "config": config,
             "on a GPU": asked.device.caching,
+            "before Ampere": asked.device.before_ampere,
             "timed": asked.pace is not None,
             "packages": versions_of(*_PACKAGES),
             "code": package_fingerprint(),
@@ -393,11 +395,6 @@ class TransformersStep:
         if self.use_liger_kernel:
             switches = self.liger_kernel_config
             lines.append(about_liger(self.folder, switches, self.trainer != PLAIN))
-        if self.fp16:
-            lines.append(
-                "attention: FlashAttention's where no mask is needed; GPUs that lack it (V100, T4) take "
-                "more, and all scores in float32 where heads share keys"
-            )
         if self.ranks > 1:
             how = (
                 "FSDP2 as accelerate 1.15 wraps it"

@@ -44,6 +44,11 @@ class Gpu:
         return self.source.startswith(_THREADS)
 
     @property
+    def before_ampere(self) -> bool:
+        """Whether it is a GPU of NVIDIA's that is older than Ampere."""
+        return self.name in _BEFORE_AMPERE
+
+    @property
     def total(self) -> int:
         return int(self.gib * GIB)
 
@@ -139,6 +144,7 @@ _FACTS = {
     "mi355x-288gb": (287.69, _LARGE, _amd("accelerators/instinct/mi350/mi355x")),
 }
 """GiB in total, bytes of a workspace, and source, by name."""
+_BEFORE_AMPERE = ("rtx2080ti-11gb", "rtx8000-48gb", "t4-16gb", "v100-16gb", "v100-32gb")
 GPUS = {name: Gpu(name, *facts) for name, facts in _FACTS.items()}
 DEFAULT = "h100-80gb"
 HERE = "here"
@@ -168,6 +174,11 @@ def gpu(name: str, option: str = "--gpu", memory: str = "--memory") -> Gpu:
     close = f"Did you mean {' or '.join(found)}? " if (found := respelled(name, GPUS)) else ""
     remedy = f"{close}`tune-adaptive plan --list-gpus` shows those that are; or {otherwise}"
     raise ConfigError(option, name, "is not a known GPU", remedy)
+
+
+def is_before_ampere(name: str) -> bool:
+    """Whether a GPU, named by us or by torch, is older than Ampere; not if it is not known."""
+    return any(GPUS[each].before_ampere for each in read(name, GPUS).names)
 
 
 def is_same(name: str, other: str) -> bool:

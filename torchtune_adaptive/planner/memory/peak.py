@@ -37,6 +37,8 @@ class DeviceLimits:
     """The share by which more may be reserved than predicted, where that is more than ``band``."""
     correction: float = 1.0
     """Measured / predicted peak, where an earlier search measured it."""
+    before_ampere: bool = False
+    """Whether it is older than Ampere, so that torch computes attention by other kernels."""
 
     @property
     def as_replayed(self) -> tuple[object, ...]:

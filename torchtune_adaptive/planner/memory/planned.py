@@ -15,6 +15,11 @@ FRAGMENTATION = 0.07
 sizes fragment the memory: two of three published peaks were predicted 6.5 % too low
 (``docs/results/planner.md``)."""
 
+_OLD_ATTENTION = (
+    "attention: GPUs older than Ampere have no FlashAttention. In bfloat16, and where heads share keys and "
+    "values and rows have no mask, torch writes all scores there, in float32"
+)
+
 
 def planned_gpu(
     kind: Gpu, ranks: int, headroom: float, memory: int | None = None
@@ -47,6 +52,7 @@ def gpu_limits(
         band=ERROR_BAND,
         fragmentation=FRAGMENTATION if ranks > 1 else 0.0,
         correction=correction,
+        before_ampere=kind.before_ampere,
     )
     assumed = (
         source,
@@ -54,6 +60,7 @@ def gpu_limits(
         f"({headroom:.0%} headroom)",
         f"allocator: {'expandable segments' if device.expandable else 'default segments'}",
         f"cuBLAS workspaces: 2 x {human_bytes(kind.workspace)}",
+        _OLD_ATTENTION if kind.before_ampere else "",
     )
     return device, tuple(line for line in assumed if line)
 

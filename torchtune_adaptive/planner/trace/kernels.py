@@ -36,6 +36,11 @@ def _softmax_backward(gradient: torch.Tensor, *_: Any) -> list[int]:
     return [gradient.numel() * gradient.itemsize]
 
 
+def _safe_softmax(scores: torch.Tensor, *_: Any) -> list[int]:
+    """Which scores are minus infinity, and which rows have no others (CPU, torch 2.13)."""
+    return [scores.numel(), scores.numel() // scores.shape[-1]]
+
+
 def _keeping_size(loss: Any) -> Callable[..., torch.Tensor]:
     """A loss whose kernel gives its sum, one number, in memory of the size of the loss of each element."""
     at = [argument.name for argument in schema_of(loss).arguments].index("reduction")
@@ -80,6 +85,7 @@ WORKSPACES: dict[Any, Callable[..., list[int]]] = {
     _aten.masked_scatter.default: _masked_scatter,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _aten._softmax_backward_data.default: _softmax_backward,
+    _aten._safe_softmax.default: _safe_softmax,
     _aten.mse_loss.default: _elementwise_loss,
     _aten.smooth_l1_loss.default: _elementwise_loss,
 }
@@ -101,17 +107,27 @@ def softmax(
 
 
 def attention(  # type: ignore[no-untyped-def]
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    before_ampere,
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
 ):
-    """``scaled_dot_product_attention`` with the kernels that it selects on CUDA."""
+    """``scaled_dot_product_attention`` with the kernels that it selects on CUDA. There are fewer for GPUs
+    older than Ampere."""
     # Flash attention's kernels have one width for queries and values, of up to 256.
-    flash = query.shape[-1] == value.shape[-1] <= 256
+    flash = query.shape[-1] == value.shape[-1] <= 256 and not before_ampere
     if attn_mask is None and flash and query.dtype != torch.float32:
         return _aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
-    # Only flash attention's kernels share heads of keys and values.
-    if query.shape[1] != key.shape[1]:
+    # Only flash attention's kernels share heads of keys and values; those of bfloat16 all need Ampere.
+    in_bfloat16 = query.dtype == torch.bfloat16
+    if query.shape[1] != key.shape[1] or (before_ampere and in_bfloat16):
         return _aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]

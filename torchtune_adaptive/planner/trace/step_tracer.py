@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -107,11 +108,20 @@ class StepTracer:
         rank: the number of this rank. If parameters do not divide evenly, the first has the largest share.
         ranks: the number of ranks.
         holders: the number of them that hold the same rows, and have successive numbers.
+        before_ampere: whether the device stands for a GPU that is older than Ampere.
     """
 
-    def __init__(self, simulated: bool, rank: int, ranks: int, holders: int = 1) -> None:
+    def __init__(
+        self,
+        simulated: bool,
+        rank: int,
+        ranks: int,
+        holders: int = 1,
+        before_ampere: bool = False,
+    ) -> None:
         self.device = torch.device("cpu") if simulated else fake_device.device()
         fake_device.init_fake_ranks(rank, ranks)
+        self._attention = partial(attention, before_ampere)
         self._streams = count(1)
         self.ranks = FakeRanks(rank, ranks, holders)
         self.recorder = Recorder(self.device)
@@ -327,7 +337,7 @@ class StepTracer:
         ]
         if not recorder.simulated:
             replacements += [
-                (F, "scaled_dot_product_attention", attention),
+                (F, "scaled_dot_product_attention", self._attention),
                 (F, "softmax", softmax),
                 (torch.accelerator, "current_stream", fake_device.current_stream),
             ]

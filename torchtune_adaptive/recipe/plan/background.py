@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, Usage
-from torchtune_adaptive.planner import Answer, Question, TracedRun, Worker
+from torchtune_adaptive.planner import Answer, Question, TracedRun, Worker, gpus
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations, SpeedCalibration
 from torchtune_adaptive.recipe.plan.device import device_for, pace_for
 from torchtune_adaptive.recipe.plan.query import planned_rank
@@ -97,7 +97,7 @@ class PeakPlanner(BackgroundPlanner):
         self._logged: int | None = None
         asked = asked.resolved()
         asked.cfg[ACCUMULATION] = self._accumulation
-        super().__init__(PeakAnswers, asked, ranks)
+        super().__init__(PeakAnswers, asked, ranks, gpus.is_before_ampere(device))
 
     def largest(self, row_length: int, capacity: int) -> int | None:
         """The largest micro-batch that should fit, with rows as long as in trials and so many bytes for one
@@ -160,12 +160,13 @@ class RankPlanner(BackgroundPlanner):
 class PeakAnswers:
     """The other process's side: traces first, then says what rows take."""
 
-    def __init__(self, asked: Asked, ranks: int) -> None:
+    def __init__(self, asked: Asked, ranks: int, before_ampere: bool) -> None:
         from torchtune_adaptive.recipe.tracing.self_check import check_method
 
         require_traceable(asked)
         check_method(asked.settings.cache)
-        self._traces = Traces(asked, ranks, planned_rank(asked))
+        rank = planned_rank(asked)
+        self._traces = Traces(asked, ranks, rank, before_ampere=before_ampere)
         length, _ = row_length(asked)
         self._run = TracedRun(self._traces, length, any_length=True)
         self._traces.remember()
@@ -192,4 +193,6 @@ class RankAnswers:
         pace, reasons = pace_for(asked, ranks, self._device)
         if pace is None:
             raise NoPrediction(*reasons)
-        return ranked_choices(request.query(pace=pace), asked.settings.may_change)
+        old = gpus.is_before_ampere(self._device)
+        query = request.query(pace=pace, device=replace(request.device, before_ampere=old))
+        return ranked_choices(query, asked.settings.may_change)

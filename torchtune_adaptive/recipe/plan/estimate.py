@@ -39,7 +39,8 @@ def estimated(plan: PlanRequest, rows: int | None = None) -> Peak | None:
     """The peak of a micro-batch, which is the configured one if ``rows`` is None; None for a config that no
     estimate is right for."""
     asked = plan.asked
-    if asked.kind.name not in ("full", "lora"):
+    # On older GPUs attention may take more.
+    if asked.kind.name not in ("full", "lora") or plan.device.before_ampere:
         return None
     decoder, how = _decoder(asked.cfg.model), _finetuning(asked, plan.ranks)
     if decoder is None or how is None:

@@ -125,10 +125,15 @@ def _curve(run: TracedRun, query: Query, most: int) -> list[tuple[int, int, int]
 
 def compare(query: Query, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> list[Answer]:
     """Predict a config for several devices. Call it in a process that does nothing else: see ``workers``."""
-    traces = query.traces()
-    run = TracedRun(traces, query.length)
-    found = [
-        run.answer(replace(query, device=device, pace=pace).question) for device, pace in devices
-    ]
-    traces.remember()
+    runs: dict[bool, tuple[Traces, TracedRun]] = {}  # by what the steps of a device depend on
+    found = []
+    for device, pace in devices:
+        here = replace(query, device=device, pace=pace)
+        if device.before_ampere not in runs:
+            traces = here.traces()
+            runs[device.before_ampere] = traces, TracedRun(traces, query.length)
+        _, run = runs[device.before_ampere]
+        found.append(run.answer(here.question))
+    for traces, _ in runs.values():
+        traces.remember()
     return found

@@ -56,7 +56,8 @@ class Query:
 
     def traces(self) -> Traces:
         """The config's steps: those that are remembered, and others as they are traced."""
-        return Traces(self.asked, self.ranks, self.rank, self.may_trace, self.beside)
+        run = self.asked, self.ranks, self.rank
+        return Traces(*run, self.may_trace, self.beside, self.device.before_ampere)
 
 
 def planned_rank(asked: Asked) -> int:

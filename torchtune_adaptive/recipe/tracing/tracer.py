@@ -65,9 +65,10 @@ class Tracer(StepTracer):
         asked: Asked,
         ranks: int,
         rank: int = 0,
+        before_ampere: bool = False,
         shorten: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
-        super().__init__(asked["device"] == "cpu", rank, ranks, asked.holders)
+        super().__init__(asked["device"] == "cpu", rank, ranks, asked.holders, before_ampere)
         dtype = training.get_dtype(asked["dtype"], torch.device("cpu"))
         environment = Environment(self.device, dtype, self.ranks, shorten=shorten)
         self._within = self._with_parts_of_torchtune

@@ -60,7 +60,8 @@ class NotRemembered(NoPrediction):
 
 class Traces:
     """The steps of one config on one rank, each traced once. Where it may not trace, what is not remembered
-    raises ``NotRemembered``. Where it may do so ``beside``, a second process may do a part of it."""
+    raises ``NotRemembered``. Where it may do so ``beside``, a second process may do a part of it. GPUs older
+    than Ampere (``before_ampere``) have steps of their own."""
 
     def __init__(
         self,
@@ -69,8 +70,9 @@ class Traces:
         rank: int,
         may_trace: bool = True,
         beside: bool = False,
+        before_ampere: bool = False,
     ) -> None:
-        self._run = (asked, ranks, rank)
+        self._run = (asked, ranks, rank, before_ampere)
         self._may_trace, self._beside = may_trace, beside
         self._own = configured_choice(asked, ranks)
         components = (OmegaConf.select(asked.cfg, f"{part}._component_") for part in _PARTS)
@@ -85,7 +87,7 @@ class Traces:
         self._facts = {
             "config": facts,
             "packed": asked.packed(),
-            "device": asked["device"],
+            "device": [asked["device"], before_ampere],
             "rank": [rank, ranks],
             "libraries": libraries(),
             "code": package_fingerprint(),
@@ -196,7 +198,7 @@ class Traces:
         from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
         self._tracer = tracer = AnyDepth(
-            lambda shorten: Tracer(*self._run, shorten),
+            lambda shorten: Tracer(*self._run, shorten=shorten),
             lambda each: each.take_step(*size),
             knobs.period(self._own[knobs.CHECKPOINT]),
             self._beside,
