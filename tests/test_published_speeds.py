@@ -1,0 +1,35 @@
+"""The page of published throughputs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.helpers.benchmarks import benchmark
+
+
+def test_the_page_is_made_from_the_result() -> None:
+    script = benchmark("published_speeds")
+    file = script["RESULT"]
+    made = script["page"](json.loads(file.read_text()), script["THROUGHPUTS"])
+    assert file.with_suffix(".md").read_text() == made
+
+
+def test_the_parts_of_a_step_follow_from_two_sizes() -> None:
+    page = benchmark("published_speeds_page")
+
+    def run(rows: int, gpus: int, published: float, predicted: float) -> Any:
+        """A run whose step takes so many seconds."""
+        speed = rows * 4096 / published, rows * 4096 / predicted
+        return page["Compared"]("", f"Model full, none, {gpus} x {rows}", *speed, (-1, 1), True)
+
+    # A row takes 1.0 s, and is predicted at 0.9 s; the rest 0.5 s, and 0.2 s.
+    runs = [run(rows, 1, rows + 0.5, 0.9 * rows + 0.2) for rows in (8, 4, 16)]
+    [found] = page["parts_of"]([*runs, run(4, 2, 9.0, 9.0)])
+    assert (found.name, found.gpus) == ("Model full, none", 1)
+    assert tuple(found.published) == pytest.approx((1.0, 0.5))
+    assert tuple(found.predicted) == pytest.approx((0.9, 0.2))
+    assert found.longer == pytest.approx(1 / 0.9 - 1) and found.more == pytest.approx(0.3)
+    assert found.error == pytest.approx(-0.1)
