@@ -80,7 +80,8 @@ def predict(only: str, again: bool) -> None:
             for each in predicted(run, Path(under)):
                 before = found.get((each["table"], each["row"]), {})
                 if again and "allocated" in before:
-                    found[each["table"], each["row"]] = {**before, "again": each["allocated"]}
+                    later = {"again": each["allocated"], "again_reserved": each["reserved"]}
+                    found[each["table"], each["row"]] = before | later
                 else:
                     found[each["table"], each["row"]] = each
                 said = each.get("allocated") or each["not_predicted"]

@@ -20,7 +20,7 @@ from tests.helpers.torchvision import without_torchvision
 from torchtune_adaptive import TransformersStep, UsageError
 from torchtune_adaptive.cli import page_choices
 from torchtune_adaptive.cli.plan_options import plan_command
-from torchtune_adaptive.planner import call_alone, gpus
+from torchtune_adaptive.planner import call_alone, gpu_limits, gpus
 from torchtune_adaptive.planner.trace import kernels
 from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
 from torchtune_adaptive.recipe import compare, on_devices
@@ -116,6 +116,8 @@ def test_float16_takes_no_scores_where_each_head_has_its_keys() -> None:
 )
 def test_which_gpus_are_older(name: str, older: bool) -> None:
     assert gpus.is_before_ampere(name) == older
+    measured, _ = gpu_limits(name, gpus.gpu(gpus.DEFAULT), 1, 1 << 34, 0.05, "as measured")
+    assert measured.before_ampere == older
 
 
 def step(folder: Path, kv_heads: int, **settings: Any) -> TransformersStep:
@@ -190,6 +192,6 @@ def test_pages_have_gpus_of_one_kind() -> None:
         "v100-16gb",
     )
     assert "t4-16gb" not in page_choices.offered_gpus("a100-40gb", ("t4-16gb", "h100-80gb"))
-    said = page_choices.not_offered("a100-40gb", "t4-16gb,h100-80gb,here")
+    said = page_choices.not_offered(False, "t4-16gb,h100-80gb,here")
     assert len(said) == 1 and said[0].startswith("t4-16gb: GPUs older than Ampere")
-    assert not page_choices.not_offered("a100-40gb", None)
+    assert not page_choices.not_offered(True, None)

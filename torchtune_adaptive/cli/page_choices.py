@@ -84,10 +84,9 @@ def offered_gpus(name: str, names: Iterable[str] = GPUS) -> tuple[str, ...]:
     )
 
 
-def not_offered(name: str, compare: str | None) -> list[str]:
-    """The GPUs of ``--compare`` that cannot be on a page with the one that is asked for, with the reason."""
-    old = gpus.is_before_ampere(name)
-    others = (each for each in names_in(compare) if gpus.is_before_ampere(each) != old)
+def not_offered(before_ampere: bool, compare: str | None) -> list[str]:
+    """The GPUs of ``--compare`` that cannot be on the page of an older or a newer one, with the reason."""
+    others = (each for each in names_in(compare) if gpus.is_before_ampere(each) != before_ampere)
     return [f"{each}: {_OTHER_KERNELS}" for each in others]
 
 

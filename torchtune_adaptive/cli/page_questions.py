@@ -137,7 +137,7 @@ class PageTables:
             choices=[_choice(one) for one in self._asked if one.failure is None],
             assumptions=(f"length of rows: {plan.length_source}", *plan.assumptions),
             missing=[
-                *not_offered(plan.device.name, arguments.compare),
+                *not_offered(plan.device.before_ampere, arguments.compare),
                 *self._refused,
                 *(f"{one.name}: {one.failure}" for one in self._asked if one.failure is not None),
             ],

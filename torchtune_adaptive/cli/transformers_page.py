@@ -80,7 +80,7 @@ def write_step_page(
         device=own,
         choices=tables.choices,
         assumptions=plan.assumptions,
-        missing=[*not_offered(device.name, arguments.compare), *tables.missing],
+        missing=[*not_offered(device.before_ampere, arguments.compare), *tables.missing],
     )
     write_page(arguments.html, page)
 
