@@ -80,7 +80,9 @@ def predict(only: str, again: bool) -> None:
             for each in predicted(run, Path(under)):
                 before = found.get((each["table"], each["row"]), {})
                 if again and "allocated" in before:
-                    later = {"again": each["allocated"], "again_reserved": each["reserved"]}
+                    later = {"again_reserved": each["reserved"]}
+                    if each["allocated"] != before["allocated"]:
+                        later["again"] = each["allocated"]
                     found[each["table"], each["row"]] = before | later
                 else:
                     found[each["table"], each["row"]] = each

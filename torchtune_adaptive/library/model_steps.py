@@ -28,7 +28,7 @@ from torchtune_adaptive.library.search import CheckedBatch
 from torchtune_adaptive.library.step_choices import EVEN
 from torchtune_adaptive.library.step_questions import StepQuestion
 from torchtune_adaptive.library.summed_loss import SummedLoss
-from torchtune_adaptive.planner import AnyDepth, RecordedStep, StartUp, StepTracer, TracedRun, fill
+from torchtune_adaptive.planner import AnyDepth, RecordedStep, StartUp, StepTracer, fill
 
 _AS_WRITTEN = "compile: predicted as if nothing were compiled, which takes more (overestimates)"
 
@@ -40,7 +40,7 @@ class StepsOfModel:
     def __init__(self, question: StepQuestion, routing: str = EVEN) -> None:
         self._tracer = AnyDepth(
             lambda shorten: ModelTracer(question, shorten, routing),
-            lambda tracer: tracer.take_step(TracedRun.ROWS[0]),
+            lambda tracer: tracer.take_step(question.least),
         )
         self.start_up: StartUp = self._tracer.start_up()
 

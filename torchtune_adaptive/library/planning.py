@@ -188,7 +188,8 @@ def tabulated(
 
 
 def _run(steps: KeptSteps, question: StepQuestion) -> TracedRun:
-    return TracedRun(steps, ANY_LENGTH, rows=(question.least, question.least + 1))
+    rows = question.least, question.least + 1
+    return TracedRun(steps, ANY_LENGTH, rows=rows, searches=question.searches)
 
 
 def remembered(question: StepQuestion) -> Plan | None:

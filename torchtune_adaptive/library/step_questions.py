@@ -42,6 +42,8 @@ class StepQuestion:
     assumptions: tuple[str, ...]
     least: int = TracedRun.ROWS[0]
     """The rows from which on each more takes as much memory as the one before."""
+    searches: bool = True
+    """Whether the run searches for a size before it trains."""
     facts: Mapping[str, Any] | None = None
     """What its traced steps depend on, by which they are remembered; None if not all of it is known."""
     cache: bool | str = False

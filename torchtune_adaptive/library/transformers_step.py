@@ -301,7 +301,9 @@ class TransformersStep:
         check_attention(self, gpu, question.asked.device.before_ampere)
         asked = replace(question.asked, pace=self._pace(question.asked.pace))
         facts = self._facts(asked)
-        return replace(question, asked=asked, least=self._least(), facts=facts, cache=cache)
+        return replace(
+            question, asked=asked, least=self._least(), searches=False, facts=facts, cache=cache
+        )
 
     def _pace(self, pace: Pace | None) -> Pace | None:
         """What the speed follows from, where one is predicted."""

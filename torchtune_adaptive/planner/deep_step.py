@@ -31,7 +31,8 @@ def deep_step(few: RecordedStep, more: RecordedStep, times: int) -> RecordedStep
 def deep_start_up(few: StartUp, more: StartUp, times: int) -> StartUp:
     """The same of what precedes the steps."""
     of_few, of_more = (_of_memory(one.set_up, one.first_step) for one in (few, more))
-    return StartUp(*_steps(extended(of_few, of_more, times)))
+    set_up, first_step = _steps(extended(of_few, of_more, times))
+    return StartUp(set_up, first_step)
 
 
 def _of_memory(*steps: RecordedStep) -> list[Element]:

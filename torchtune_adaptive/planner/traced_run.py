@@ -6,7 +6,7 @@ What every plan is made of, whosever step it is, is a question about a step and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
@@ -16,11 +16,18 @@ from torchtune_adaptive.planner.memory.peak import (
     DOES_NOT_FIT,
     DeviceLimits,
     Peak,
+    StartUp,
     replayed,
     runs_with_retries,
     timeline,
 )
-from torchtune_adaptive.planner.memory.recorded_step import Bilinear, NotRegular, RecordedStep
+from torchtune_adaptive.planner.memory.recorded_step import (
+    Bilinear,
+    Kept,
+    NotRegular,
+    RecordedStep,
+    kept_by,
+)
 from torchtune_adaptive.planner.other_lengths import (
     FromOtherLengths,
     KnownSteps,
@@ -116,7 +123,8 @@ def operations_of(
 class TracedRun:
     """The peaks of one run, where most queries are about rows of one ``length``; ``any_length`` says whether
     others will be about other lengths. ``rows`` are the two numbers of rows that are traced, if steps follow
-    from those of ``ROWS`` only in part."""
+    from those of ``ROWS`` only in part. ``searches`` says whether the run searches before it trains; see Note
+    [First steps] in ``planner.memory.peak``."""
 
     ROWS: ClassVar = (2, 3)
     """Rows of the steps that are traced. Not 1: with one row torch takes different code paths."""
@@ -132,8 +140,9 @@ class TracedRun:
         length: int,
         any_length: bool = False,
         rows: tuple[int, int] | None = None,
+        searches: bool = True,
     ) -> None:
-        self._traces = traces
+        self._traces, self._searches = traces, searches
         self._steps: StepsByLength = traces if traces.compiled else FromOtherLengths(traces)
         self._rows = rows or (self.COMPILED_ROWS if traces.compiled else self.ROWS)
         self._least = (rows or self.ROWS)[0]
@@ -142,6 +151,7 @@ class TracedRun:
         self._every: Bilinear | None = None
         self._known: dict[tuple[int, int, DeviceLimits, bool], Peak] = {}
         self._replays: dict[tuple[int, int, tuple[object, ...], bool], Peak] = {}
+        self._kept: dict[tuple[int, int], Sequence[Kept] | None] = {}
         self.direct = False
         """Whether steps are not bilinear, so that each size is traced separately."""
         try:
@@ -214,6 +224,7 @@ class TracedRun:
         self._structures.clear()
         self._known.clear()
         self._replays.clear()
+        self._kept.clear()
         self._every = None
 
     def _agree(self, traced: RecordedStep, computed: RecordedStep) -> bool:
@@ -228,7 +239,7 @@ class TracedRun:
         if size not in self._known:
             found = self._replayed(rows, length, device)
             retries = found.verdict(device) == DOES_NOT_FIT and runs_with_retries(
-                found, self._beginning, self._step(rows, length), device
+                found, self._before(rows, length), self._step(rows, length), device
             )
             self._known[size] = replace(found, with_retries=retries)
         return self._known[size]
@@ -240,8 +251,20 @@ class TracedRun:
         if size not in self._replays:
             step = self._step(rows, length)
             tell(f"replaying the allocations of {counted(rows, 'row')}")
-            self._replays[size] = replayed(self._beginning, step, rows, length, device)
+            beginning = self._before(rows, length)
+            self._replays[size] = replayed(beginning, step, rows, length, device)
         return self._replays[size]
+
+    def _before(self, rows: int, length: int) -> StartUp:
+        """What precedes a step."""
+        if self._searches:
+            return self._beginning
+        alike = rows if self._is_traced(rows) else 0, length
+        if alike not in self._kept:
+            step, self._kept[alike] = self._step(rows, length), None
+            with suppress(NotRegular):
+                self._kept[alike] = kept_by(self._beginning.first_step, step)
+        return replace(self._beginning, kept=self._kept[alike])
 
     def operations(self, rows: int, length: int) -> StepOperations:
         """The operations of a step, with what they compute and move."""
@@ -253,8 +276,12 @@ class TracedRun:
     ) -> list[tuple[str, dict[str, int]]]:
         return timeline(self._beginning, self._step(rows, length), device)
 
+    def _is_traced(self, rows: int) -> bool:
+        """Whether a step of so many rows is traced itself, and does not follow from others."""
+        return self.direct or rows < self._least
+
     def _step(self, rows: int, length: int) -> RecordedStep:
-        if self.direct or rows < self._least:
+        if self._is_traced(rows):
             return self._steps.step(rows, length)
         return self._structure(length).step(rows, length)
 

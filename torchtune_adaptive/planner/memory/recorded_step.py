@@ -96,6 +96,44 @@ class NotRegular(Exception):
     """Steps do not repeat, or differ in more than the sizes of their allocations."""
 
 
+class Kept(NamedTuple):
+    """A block that a first step keeps, such as the optimizer's state, and the number of events before it that
+    later steps have as well."""
+
+    place: int
+    event: MemoryEvent
+
+
+def kept_by(first: RecordedStep, later: RecordedStep) -> list[Kept]:
+    """The blocks that a run's first step keeps.
+
+    Raises:
+        NotRegular: it differs from a later one in more than these.
+    """
+    freed = {block for block, nbytes, _ in first.events if nbytes < 0}
+    kept: list[Kept] = []
+    others: list[MemoryEvent] = []
+    for event in first.events:
+        if event.nbytes >= 0 and event.block not in freed:
+            kept.append(Kept(len(others), event))
+        else:
+            others.append(event)
+    if _structure(RecordedStep(others, {}).renumbered()) != _structure(later.renumbered()):
+        raise NotRegular("a first step has other allocations than later ones")
+    return kept
+
+
+def first_of_its_size(step: RecordedStep, kept: Sequence[Kept]) -> list[MemoryEvent]:
+    """The events of a step as the first of a run has them, which keeps these blocks."""
+    events: list[MemoryEvent] = []
+    begin = 0
+    for number, (place, event) in enumerate(kept, 1):
+        events += step.events[begin:place]
+        events.append(event._replace(block=-number))  # no block of the step has such a number
+        begin = place
+    return [*events, *step.events[begin:]]
+
+
 class Bilinear:
     """Steps of any number of rows of any length, interpolated from traces. These are the ``corners``, by rows
     and length, of which there are two numbers of rows, and one length or two.
