@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ from tests.helpers.torchvision import without_torchvision
 from torchtune_adaptive.library import TransformersStep, model_steps, planning
 from torchtune_adaptive.library.step_choices import EVEN
 from torchtune_adaptive.planner import RecordedStep, call_alone, deep_step
+from torchtune_adaptive.planner.memory.recorded_step import (
+    MemoryEvent,
+    first_of_its_size,
+    kept_by,
+)
 from torchtune_adaptive.planner.trace import any_depth
 
 pytestmark = pytest.mark.ranks
@@ -130,3 +136,45 @@ def test_buckets_of_gradients_need_all_layers(tmp_path: Path) -> None:
     same, few, all_layers = call_alone(few_and_all, question, timeout=300)
     assert same
     assert few == all_layers == LAYERS
+
+
+FIRST_STEPS: dict[str, dict[str, Any]] = {
+    **{name: STEPS[name] for name in ("full", "Trainer", "FSDP", "LoRA", "QLoRA", "accumulation")},
+    "8 bits": {"optim": "adamw_8bit"},
+}
+
+
+def first_steps(question: Any) -> tuple[list[Any], list[Any], int]:
+    """A first step of many rows: as it follows from one of few, and as it is traced; and how many blocks it
+    keeps."""
+    few, many = question.least, 2 * question.least + 1
+    begun = model_steps.StepsOfModel(question, EVEN)
+    step = begun.step(many)
+    kept = kept_by(begun.start_up.first_step, step)
+    of_many = model_steps.StepsOfModel(replace(question, least=many), EVEN)
+    assert few < many
+    computed = first_of_its_size(step, kept)
+    return in_use(computed), in_use(of_many.start_up.first_step.events), len(kept)
+
+
+def in_use(events: Iterable[MemoryEvent]) -> list[tuple[int, int, int]]:
+    """Each allocation, its stream, and what is in use then."""
+    sizes: dict[int, int] = {}
+    found = []
+    for block, nbytes, stream in events:
+        if nbytes >= 0:
+            sizes[block] = nbytes
+            found.append((nbytes, stream, sum(sizes.values())))
+        else:
+            del sizes[block]
+    return found
+
+
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize("name", FIRST_STEPS)
+def test_a_first_step_of_any_size_follows_from_a_small_one(tmp_path: Path, name: str) -> None:
+    question = asked(tmp_path, "Llama", **FIRST_STEPS[name])
+    assert not question.searches
+    computed, as_traced, kept = call_alone(first_steps, question, timeout=300)
+    assert computed == as_traced
+    assert kept > LAYERS

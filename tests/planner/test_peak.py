@@ -9,7 +9,15 @@ import pytest
 from torchtune_adaptive.cli.margin import cautions
 from torchtune_adaptive.planner import DeviceLimits, Peak, StartUp, peak
 from torchtune_adaptive.planner.memory.allocator import MIB
-from torchtune_adaptive.planner.memory.recorded_step import Label, MemoryEvent, RecordedStep
+from torchtune_adaptive.planner.memory.recorded_step import (
+    Kept,
+    Label,
+    MemoryEvent,
+    NotRegular,
+    RecordedStep,
+    first_of_its_size,
+    kept_by,
+)
 
 NOTHING = RecordedStep([], {})
 LABEL = Label("activations", "forward", "aten.mm")
@@ -75,3 +83,45 @@ def test_cautions_tell_the_two_reasons_apart() -> None:
     both = cautions(device, [("4", near), ("8", retried), ("8", retried)], "at")
     assert both == [by_error[0].replace("8", "4"), by_retries[0]]
     assert cautions(device, [("2", found(one_after_the_other(10), 100))], "at") == []
+
+
+def together(*sizes: int) -> RecordedStep:
+    """A step that allocates blocks of these sizes, in MiB, and then releases them."""
+    events = [MemoryEvent(block, size * MIB, 0) for block, size in enumerate(sizes)]
+    events += [MemoryEvent(block, -1, 0) for block in range(len(sizes))]
+    return RecordedStep(events, dict.fromkeys(range(len(sizes)), LABEL))
+
+
+def test_a_first_step_keeps_its_state_in_segments_of_its_own_activations() -> None:
+    step, small = together(60, 100), together(6, 10)
+    state = MemoryEvent(9, 40 * MIB, 0)
+    first = RecordedStep([*small.events, state], {**small.labels, 9: LABEL})
+    kept = kept_by(first, step)
+    assert kept == [Kept(4, state)]
+    assert first_of_its_size(step, kept) == [*step.events, state._replace(block=-1)]
+    after_a_search = peak(StartUp(NOTHING, first), step, 2, 64, device_of(1000))
+    alone = peak(StartUp(NOTHING, first, kept), step, 2, 64, device_of(1000))
+    # The state takes a part of the segment of 60. So a later step takes a part of that of 100 for its 60, and
+    # needs another of 100.
+    assert (after_a_search.reserved, alone.reserved) == (200 * MIB, 260 * MIB)
+    assert after_a_search.allocated == alone.allocated == 200 * MIB
+    assert after_a_search.parts == alone.parts
+    # And no segment is free, so that none can be returned.
+    assert not peak(StartUp(NOTHING, first, kept), step, 2, 64, device_of(200)).with_retries
+
+
+def test_what_a_first_step_keeps_may_lie_anywhere_in_it() -> None:
+    step = one_after_the_other(60, 100)
+    state = [MemoryEvent(number, MIB, 0) for number in (7, 8)]
+    small = one_after_the_other(6, 10).events
+    first = RecordedStep([state[0], *small[:1], state[1], *small[1:]], {})
+    kept = kept_by(first, step)
+    assert [one.place for one in kept] == [0, 1]
+    numbered = [one._replace(block=-n) for n, one in enumerate(state, 1)]
+    expected = [numbered[0], *step.events[:1], numbered[1], *step.events[1:]]
+    assert first_of_its_size(step, kept) == expected
+
+
+def test_a_first_step_that_differs_in_more_tells_nothing() -> None:
+    with pytest.raises(NotRegular, match="has other allocations than later ones"):
+        kept_by(one_after_the_other(6, 10, 20), one_after_the_other(60, 100))
