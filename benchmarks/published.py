@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from published_page import page
-from published_peaks import PEAKS
+from published_peaks import PEAKS, RESERVED
 from published_rows import FMS_BF16, FMS_LATER, ROWS, TABLES, Row
 from published_steps import folder_of
 
@@ -105,7 +105,9 @@ def predict(only: str, again: bool) -> None:
 def compare() -> None:
     """Write the page."""
     result = json.loads(RESULT.read_text())
-    RESULT.with_suffix(".md").write_text(page(result, PEAKS, TABLES, (FMS_LATER, FMS_BF16)))
+    RESULT.with_suffix(".md").write_text(
+        page(result, PEAKS, TABLES, (FMS_LATER, FMS_BF16), RESERVED)
+    )
 
 
 def main() -> None:

@@ -125,3 +125,22 @@ PEAKS: dict[str, dict[str, int]] = {
         "TinyLlama-1.1B QLoRA r32, sdpa, checkpointed, 12 x 1024": 9_826_941_952,
     },
 }
+
+RESERVED: dict[str, dict[str, float]] = {
+    FMS: {
+        "PowerLM-3b full, none, 1 x 4": 47_683,
+        "PowerLM-3b full, none, 2 x 2": 43_779,
+        "PowerLM-3b full, none, 1 x 8": 52_927,
+        "PowerLM-3b full, none, 2 x 4": 45_698,
+        "PowerLM-3b LoRA, none, 1 x 4": 24_383,
+        "PowerLM-3b LoRA, none, 2 x 2": 13_849,
+        "PowerLM-3b LoRA, none, 1 x 8": 41_093,
+        "PowerLM-3b LoRA, none, 2 x 4": 22_076,
+        "PowerLM-3b QLoRA, baseline bnb, 1 x 4": 23_127,
+        "PowerLM-3b QLoRA, baseline bnb, 1 x 8": 43_327,
+        "PowerLM-3b QLoRA, accelerated bnb, 1 x 4": 19_379,
+        "PowerLM-3b QLoRA, accelerated bnb, 1 x 8": 35_837,
+    },
+}
+"""What was reserved, in MiB: by torch, or, of fms-acceleration's runs, as nvidia-smi shows it, with the CUDA
+context."""
