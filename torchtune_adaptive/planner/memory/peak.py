@@ -115,8 +115,8 @@ class StartUp:
     Note [First steps]. A run that searches takes its first step with few rows, and the allocator returns what
     it does not use between trials. In one that does not, the first step has as many rows as the others. Its
     activations are gone when it creates the optimizer's state, which then lies in their segments, and a later
-    step does not find these as they were: of a full fine-tuning on an A100, 47 GB were reserved where a
-    search would have left 38 (``docs/results/published.md``).
+    step does not find these as they were: a full fine-tuning on an A100 had reserved 46 GiB, where after a
+    search it would have been 37 (``docs/results/published.md``).
     """
 
     set_up: RecordedStep
