@@ -90,7 +90,7 @@ def predict(only: str, again: bool) -> None:
                     if _differ(each["allocated"], before.get("again", before["allocated"])):
                         later["again"] = each["allocated"]
                     found[each["table"], each["row"]] = before | later
-                else:
+                elif not again:
                     found[each["table"], each["row"]] = each
                 said = each.get("allocated") or each["not_predicted"]
                 print(f"{each['row']}: {said}", flush=True)
@@ -102,12 +102,10 @@ def predict(only: str, again: bool) -> None:
     RESULT.write_text(json.dumps({"versions": versions, "rows": kept}, indent=1) + "\n")
 
 
-def compare() -> None:
-    """Write the page."""
+def compared() -> str:
+    """The page."""
     result = json.loads(RESULT.read_text())
-    RESULT.with_suffix(".md").write_text(
-        page(result, PEAKS, TABLES, (FMS_LATER, FMS_BF16), RESERVED)
-    )
+    return page(result, PEAKS, TABLES, (FMS_LATER, FMS_BF16), RESERVED)
 
 
 def main() -> None:
@@ -119,7 +117,7 @@ def main() -> None:
     if asked.predict or asked.again:
         predict(asked.only, asked.again)
     else:
-        compare()
+        RESULT.with_suffix(".md").write_text(compared())
 
 
 if __name__ == "__main__":

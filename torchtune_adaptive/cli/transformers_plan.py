@@ -69,6 +69,7 @@ def plan_transformers(
     device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
 
     step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
+    device = step.limits(device)
     names = names_in(arguments.compare)
     others = [gpus.gpu(name, "--compare") for name in names]
     asked_job = job(arguments.tokens, arguments.price, kind.name, names)
@@ -119,6 +120,7 @@ def _on(kind: gpus.Gpu, step: TransformersStep, machine: Machine) -> DeviceAnswe
     plan = _plan(step, {"gpu": kind.name, "headroom": _HEADROOM, "machine": machine})
     device, _ = planned_gpu(kind, step.ranks, _HEADROOM)
     found = plan.rows, plan.peak, plan.largest
+    device = step.limits(device)
     return DeviceAnswer(device, _verdict(plan, device), *found, plan.speed)
 
 

@@ -39,7 +39,7 @@ from torchtune_adaptive.library.step_questions import StepQuestion, step_questio
 
 if TYPE_CHECKING:
     from torchtune_adaptive.library.transformers_model import StepModel
-    from torchtune_adaptive.planner import Machine, Pace, Question, step_table
+    from torchtune_adaptive.planner import DeviceLimits, Machine, Pace, Question, step_table
 
 _STEPS = {
     SFT: "SFTTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
@@ -245,6 +245,10 @@ class TransformersStep:
         in the formulas."""
         return step_estimate.estimated(self)
 
+    # The memory of a device, with the error that predictions for this step have.
+    def limits(self, device: DeviceLimits) -> DeviceLimits:
+        return device.fragmented if self.load_in_4bit else device
+
     # Micro-batches of many sizes on several GPUs, of which one is asked about. It may trace, so it is for a
     # process that does nothing else.
     def table(
@@ -299,7 +303,8 @@ class TransformersStep:
             machine=machine,
         )
         check_attention(self, gpu, question.asked.device.before_ampere)
-        asked = replace(question.asked, pace=self._pace(question.asked.pace))
+        device, pace = self.limits(question.asked.device), self._pace(question.asked.pace)
+        asked = replace(question.asked, device=device, pace=pace)
         facts = self._facts(asked)
         return replace(
             question, asked=asked, least=self._least(), searches=False, facts=facts, cache=cache

@@ -6,15 +6,10 @@ import os
 
 from torchtune_adaptive.common import human_bytes
 from torchtune_adaptive.planner.memory.gpus import GIB, Gpu, is_before_ampere, sold_as
-from torchtune_adaptive.planner.memory.peak import DeviceLimits
+from torchtune_adaptive.planner.memory.peak import FRAGMENTATION, DeviceLimits
 
 ERROR_BAND = 0.03
 """The error of predictions for a real device, as a share of the peak; for what is allocated, an allowance."""
-FRAGMENTATION = 0.07
-"""The share by which more may be reserved than predicted on several ranks, where streams and blocks of many
-sizes fragment the memory: two of three published peaks were predicted 6.5 % too low
-(``docs/results/planner.md``)."""
-
 _OLD_ATTENTION = (
     "attention: GPUs older than Ampere have no FlashAttention. In bfloat16, and where heads share keys and "
     "values and rows have no mask, torch writes all scores there, in float32"
