@@ -21,6 +21,7 @@ from typing import Any
 
 from published_page import page
 from published_peaks import PEAKS, RESERVED
+from published_reserved import section
 from published_rows import FMS_BF16, FMS_LATER, ROWS, TABLES, Row
 from published_steps import folder_of
 
@@ -29,6 +30,7 @@ from torchtune_adaptive.library.planning import Plan
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "published.json"
 _ROUNDING = 5e-4
+"""Share by which two peaks of the same tensors differ at most, because blocks are rounded up."""
 NUMBER = ("per_device_train_batch_size",)
 NOT_OF_THE_OPTIMIZER = (
     "with plain kernels the peak is not the optimizer's, and what fused ones take is not planned"
@@ -62,7 +64,7 @@ def predicted(rows: Sequence[Row], under: Path) -> Iterator[dict[str, Any]]:
 
 
 def _differ(one: int, other: int) -> bool:
-    """Whether two peaks differ by more than what blocks are rounded up by."""
+    """Whether two peaks are of different tensors."""
     return abs(one / other - 1) > _ROUNDING
 
 
@@ -105,7 +107,8 @@ def predict(only: str, again: bool) -> None:
 def compared() -> str:
     """The page."""
     result = json.loads(RESULT.read_text())
-    return page(result, PEAKS, TABLES, (FMS_LATER, FMS_BF16), RESERVED)
+    peaks = page(result, PEAKS, TABLES, (FMS_LATER, FMS_BF16))
+    return peaks + section(result["rows"], RESERVED)
 
 
 def main() -> None:

@@ -57,9 +57,9 @@ that fit:
 _CAUSE = """
 In full fine-tuning a row takes {least} to {most} % longer than predicted: {alone} % in the median of one GPU,
 {together} % of several. So most of the bias is in kernels of the forward and the backward pass, and not in
-collectives or in the host. On one GPU the difference is {shortest} to {longest} ms for each row, no less in a
-model of 3 billion parameters than in those of 7 and 8, whose matrix products take twice as long: it does
-not grow with these. Which kernels it is in is not known.
+collectives or in the host. On one GPU the difference is {small} ms for each row in the model of 3 billion
+parameters, and {large_least} to {large_most} ms in those of 7 and 8: it does not grow with the model, as
+matrix products do. Which kernels it is in is not known.
 
 The rest of a step takes {more} s more than predicted on one GPU, and {more_together} s more on several, where
 FSDP1 ran and FSDP2 is planned.
@@ -224,14 +224,18 @@ def _by_parts(parts: Sequence[PartsCompared]) -> list[str]:
     full = [one for one in parts if " full" in one.name]
     alone = [one for one in full if one.gpus == 1]
     together = [one for one in full if one.gpus > 1]
-    differences = [1000 * (one.published.row - one.predicted.row) for one in alone]
+    small, large = [], []
+    for one in alone:
+        difference = 1000 * (one.published.row - one.predicted.row)
+        (small if "3b" in one.name else large).append(difference)
     cause = _CAUSE.format(
         least=f"{100 * min(one.longer for one in full):.0f}",
         most=f"{100 * max(one.longer for one in full):.0f}",
         alone=f"{100 * median(one.longer for one in alone):.0f}",
         together=f"{100 * median(one.longer for one in together):.0f}",
-        shortest=f"{min(differences):.0f}",
-        longest=f"{max(differences):.0f}",
+        small=f"{median(small):.0f}",
+        large_least=f"{min(large):.0f}",
+        large_most=f"{max(large):.0f}",
         more=f"{median(one.more for one in alone):.2f}",
         more_together=f"{median(one.more for one in together):.2f}",
     )

@@ -151,7 +151,8 @@ def test_an_interrupted_plan_leaves_a_page_of_what_is_known_or_none(
     waits: int, tmp_path: Path
 ) -> None:
     plan = a_plan()
-    arguments = Namespace(html=tmp_path / "p.html", words=["8B"], hf=None, memory=None, gpu="h100")
+    given = {"html": tmp_path / "p.html", "words": ["8B"], "gpu": "h100"}
+    arguments = Namespace(**given, hf=None, memory=None, compare=None)
     vars(arguments).update(dict.fromkeys(("nodes", "power", "links", "network", "machine")))
     tables = PageTables(plan, partial(plan_request, cfg=plan.cfg, ranks=8, name="8B"))
     questions: list[Any] = []

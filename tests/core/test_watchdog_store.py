@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.ranks import run_ranks, watch_ranks
+from tests.helpers.ranks import Alone, run_ranks, watch_ranks
 from torchtune_adaptive.core.ranks import store as store_module
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
@@ -121,6 +123,35 @@ def live_and_end() -> list[int]:
         ranks.close()
         seen.append(threads())
     return seen
+
+
+def test_connecting_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[timedelta] = []
+
+    class Store:
+        def __init__(
+            self, *_: Any, timeout: timedelta, master_listen_fd: int | None = None, **__: Any
+        ) -> None:
+            limits.append(timeout)
+            if master_listen_fd is not None:
+                os.close(master_listen_fd)
+
+        def set_timeout(self, timeout: timedelta) -> None:
+            limits.append(timeout)
+
+    class Second(Alone):
+        def from_rank_zero(self, value: Any) -> Any:
+            return "127.0.0.1", 1
+
+    monkeypatch.setattr(store_module.dist, "TCPStore", Store)
+    second = Second(2)
+    second.rank = 1
+    for ranks in (Alone(2), second):
+        for limit in (timedelta(seconds=5), timedelta(minutes=5)):
+            store_module.open_store(ranks, limit)
+            connecting, answering = limits[-2:]
+            assert connecting == max(limit, timedelta(minutes=1)) and answering == limit
+    assert len(limits) == 8
 
 
 def test_no_thread_is_left_when_a_run_has_ended() -> None:

@@ -150,13 +150,19 @@ def test_rows_that_need_flash_attention_are_refused(how: str, tmp_path: Path) ->
         step(tmp_path, 2, **{how: True}).plan("t4-16gb")
 
 
-def request(**changes: Any) -> PlanRequest:
+def request(gpu: str, **changes: Any) -> PlanRequest:
     cfg = tiny_config("full", "unused", device="cuda", dtype="bf16", **changes)
-    return plan_request(cfg, 1, "a100-40gb", length=512)
+    return plan_request(cfg, 1, gpu, length=512)
+
+
+@pytest.mark.parametrize(("gpu", "said"), [("a100-40gb", "flash; if"), ("v100-16gb", "GPUs older")])
+def test_plans_of_configs_say_which_attention_is_planned(gpu: str, said: str) -> None:
+    [line] = (line for line in request(gpu).assumptions if line.startswith("attention: "))
+    assert said in line
 
 
 def test_configs_are_compared_with_each_gpus_own_steps() -> None:
-    plan = request(batch_size=8)
+    plan = request("a100-40gb", batch_size=8)
     devices = on_devices(plan, "a100-40gb,t4-16gb,a100-80gb")
     new, old, other = call_alone(compare, plan.query(), devices, timeout=300)
     assert new.peak.allocated == other.peak.allocated < old.peak.allocated

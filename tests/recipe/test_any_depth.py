@@ -137,10 +137,20 @@ def traced(
 
     class Counted(tracer.Tracer):
         def __init__(
-            self, asked: Asked, ranks: int, rank: int, shorten: Callable[[nn.Module], None]
+            self,
+            asked: Asked,
+            ranks: int,
+            rank: int,
+            shorten: Callable[[nn.Module], None],
+            before_ampere: bool,
         ) -> None:
             first = shallow()
-            super().__init__(asked, ranks, rank, lambda model: (first(model), shorten(model))[1])
+
+            def shorten_twice(model: nn.Module) -> None:
+                first(model)
+                shorten(model)
+
+            super().__init__(asked, ranks, rank, shorten_twice, before_ampere)
             made.append(self.layers)
 
     with mock.patch.object(tracer, "Tracer", Counted):

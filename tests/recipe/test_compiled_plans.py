@@ -100,7 +100,7 @@ def test_a_search_is_told_where_compiled_steps_are_not_followed(
     monkeypatch.setattr(tracer, "Tracer", lambda *_: fake)
     fake = ElevenAndThirteen()
     asked = Asked.of(on_a_gpu(True)).resolved()
-    answer = PeakAnswers(asked, 1)(TWENTY_ROWS)
+    answer = PeakAnswers(asked, 1, before_ampere=False)(TWENTY_ROWS)
     assert answer.as_written == "another torch"
     assert {11, 13} <= fake.traced and 20 not in fake.traced
 

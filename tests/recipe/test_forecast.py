@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.common.largest import largest
+from torchtune_adaptive.common import largest
 from torchtune_adaptive.planner.memory.allocator import MIB
 from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp, peak, timeline
 from torchtune_adaptive.planner.memory.recorded_step import (
@@ -243,7 +243,7 @@ def test_the_highest_rank_of_adapters(
 ) -> None:
     from torchtune_adaptive.recipe.tracing import tracer as tracer_module
 
-    def tracer(asked: Asked, ranks: int, rank: int, _: object) -> FakeTracer:
+    def tracer(asked: Asked, *_: object) -> FakeTracer:
         return FakeTracer(lambda rows, n: (asked.cfg.model.lora_rank * rows * 3, 10))
 
     asked = query(FakeTracer(None), monkeypatch, model={"lora_rank": 8})

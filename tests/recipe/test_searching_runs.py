@@ -206,15 +206,15 @@ def test_without_a_prediction_the_search_goes_on(fault: str, reason: str, tmp_pa
     assert [trial["size"] for trial in written(tmp_path)["trials"]][:2] == [1, 2]
 
 
-def planner_that_ends(cfg: Any, ranks: int) -> Any:
+def planner_that_ends(*_: Any) -> Any:
     os._exit(0)
 
 
-def planner_of_another_torch(cfg: Any, ranks: int) -> Any:
+def planner_of_another_torch(*about: Any) -> Any:
     from torchtune_adaptive.planner.trace import recorder
 
     recorder.Recorder.knows = lambda *_: False
-    return background.PeakAnswers(cfg, ranks)
+    return background.PeakAnswers(*about)
 
 
 def run_ours_with_a_predictor_that(fault: str, cfg: Any) -> str:

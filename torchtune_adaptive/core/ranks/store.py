@@ -26,14 +26,18 @@ _PAUSE = 0.1
 def open_store(ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
     """A store that rank 0 hosts until it drops it; on all ranks at once.
 
-    It listens on loopback if all ranks share a machine, else on rank 0's address in ``MASTER_ADDR``.
+    It listens on loopback if all ranks share a machine, else on rank 0's address in ``MASTER_ADDR``. Its
+    answers may take as long as ``timeout``. Connecting may take longer, as where a name server is asked.
     """
+    to_connect = max(timeout, _ANSWER)
     if ranks.is_zero:
-        store, address = _hosted(_host(ranks.size), timeout)
+        store, address = _hosted(_host(ranks.size), to_connect)
         ranks.from_rank_zero(address)
-        return store
-    host, port = ranks.from_rank_zero(("", 0))
-    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    else:
+        host, port = ranks.from_rank_zero(("", 0))
+        store = dist.TCPStore(host, port, is_master=False, timeout=to_connect)
+    store.set_timeout(timeout)
+    return store
 
 
 def open_store_of_attempt(timeout: timedelta) -> dist.TCPStore:

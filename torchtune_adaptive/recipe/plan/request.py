@@ -131,7 +131,7 @@ def plan_request(
     named = device.name if gpu_name in (None, gpus.HERE) else gpus.gpu(gpu_name).name
     machine = machine or Machine()
     pace, about_speed = pace_for(asked, ranks, named, machine)
-    about = (*assumed, *stand_in, *_caveats(asked), *about_speed)
+    about = (*assumed, *stand_in, *_caveats(asked, device), *about_speed)
     return PlanRequest(name, asked, ranks, device, length, source, about, pace, machine, named)
 
 
@@ -214,7 +214,7 @@ def _max_seq_len(block: Any) -> int | None:
     return max(set_lengths) if len(set_lengths) == len(nodes) > 0 else None
 
 
-def _caveats(asked: Asked) -> Iterator[str]:
+def _caveats(asked: Asked, device: DeviceLimits) -> Iterator[str]:
     """The differences of the prediction from the run, and the direction of the error."""
     if asked["compile"]:
         if asked.compiled_for_gpu:
@@ -248,5 +248,5 @@ def _caveats(asked: Asked) -> Iterator[str]:
             "rollouts: every response has max_generated_tokens; rewards, and what else the host does between "
             "phases, take no time"
         )
-    if asked["device"] != "cpu":
+    if asked["device"] != "cpu" and not device.before_ampere:
         yield "attention: flash; if torch selects cuDNN, its workspace is not included (underestimates)"

@@ -65,8 +65,8 @@ class Tracer(StepTracer):
         asked: Asked,
         ranks: int,
         rank: int = 0,
-        before_ampere: bool = False,
         shorten: Callable[[nn.Module], None] = lambda model: None,
+        before_ampere: bool = False,
     ) -> None:
         super().__init__(asked["device"] == "cpu", rank, ranks, asked.holders, before_ampere)
         dtype = training.get_dtype(asked["dtype"], torch.device("cpu"))

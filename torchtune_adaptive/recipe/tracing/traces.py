@@ -72,7 +72,7 @@ class Traces:
         beside: bool = False,
         before_ampere: bool = False,
     ) -> None:
-        self._run = (asked, ranks, rank, before_ampere)
+        self._run, self._before_ampere = (asked, ranks, rank), before_ampere
         self._may_trace, self._beside = may_trace, beside
         self._own = configured_choice(asked, ranks)
         components = (OmegaConf.select(asked.cfg, f"{part}._component_") for part in _PARTS)
@@ -198,7 +198,7 @@ class Traces:
         from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
         self._tracer = tracer = AnyDepth(
-            lambda shorten: Tracer(*self._run, shorten=shorten),
+            lambda shorten: Tracer(*self._run, shorten, self._before_ampere),
             lambda each: each.take_step(*size),
             knobs.period(self._own[knobs.CHECKPOINT]),
             self._beside,
