@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -300,6 +301,39 @@ def lost(places: list[tuple[str, int, int]], fails_in: int) -> list[str]:
 @pytest.mark.parametrize("fails_in", [0, 1, 3], ids=["first step", "second", "fourth"])
 def test_memory_may_run_out_anywhere_in_backward(fails_in: int) -> None:
     assert run_ranks(lost, 2, PLACES, fails_in, timeout=120) == [[], []]
+
+
+def lost_in_a_launch(fails_in: int) -> tuple[int, bool]:
+    """The retries of a step in which the first rank runs out of memory once it has launched a bucket, and
+    whether the bits are those of smaller micro-batches, though the launch still writes in the retry."""
+    plain, run = Run(), Run()
+    for seed in range(fails_in):
+        plain.take_plainly(seed, ROWS // 2)
+        run.take(seed, ROWS // 2)
+    plain.take_plainly(fails_in, 1)
+    run.step  # noqa: B018  # which makes the buckets
+    buckets, all_reduce = Buckets.of(run.model), dist.all_reduce  # type: ignore[arg-type]
+    on_its_way: list[torch.Tensor] = []
+
+    def launch(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        if dist.get_rank() == 0 and any(tensor is bucket for bucket in buckets.tensors):
+            for written in on_its_way:
+                written.fill_(1e3)
+            if not on_its_way:
+                on_its_way.append(tensor)
+                all_reduce(tensor, *arguments, **named)
+                raise torch.OutOfMemoryError("injected after the launch")
+        return all_reduce(tensor, *arguments, **named)
+
+    with mock.patch.object(dist, "all_reduce", launch):
+        outcome = run.take(fails_in, ROWS // 2)
+    return outcome.retried, same_bits(local_values(run.model), local_values(plain.model))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("fails_in", [0, 3], ids=["while recording", "recorded"])
+def test_a_launch_that_nobody_can_wait_for_writes_nothing_into_the_next_step(fails_in: int) -> None:
+    assert run_ranks(lost_in_a_launch, 2, fails_in) == [(1, True)] * 2
 
 
 # --- unused parameters --------------------------------------------------------------------------------

@@ -203,16 +203,18 @@ else:
     time.sleep(0.5)
     ranks.any(False)
     time.sleep(2)
-ranks.close()
+if sys.argv[3] == "closed":
+    ranks.close()
 """
 
 
-def test_a_rank_that_finished_exits_with_0() -> None:
+@pytest.mark.parametrize("ending", ["closed", "open"])
+def test_a_rank_that_finished_exits_with_0(ending: str) -> None:
     """Real interpreters, which end for good: the processes of the other tests skip that."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", ENDS_WHILE_A_THREAD_WAITS, str(rank), str(store.port)],
+            [sys.executable, "-c", ENDS_WHILE_A_THREAD_WAITS, str(rank), str(store.port), ending],
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchtune_adaptive.core import Ranks
+
 
 def fsdp2_on_cpu(casts: bool = False) -> None:
     """Let accelerate shard on a CPU as well; everything else works there. FSDP2 ``casts`` what it gathers, as
@@ -47,5 +49,6 @@ def tell(found: Callable[[], Any]) -> None:
     os.chdir(rank)
     fsdp2_on_cpu(casts=True)
     result = found()
+    Ranks.leave_all_groups()  # a thread of gloo that outlives the interpreter aborts the process
     if rank == "0":
         print(json.dumps(result))

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[3]
 # The trainer comes from where it is defined, and is a subclass; whoever replaced a name would miss both.
 SCRIPT = """
 import sys
+import time
 from pathlib import Path
 
 from trl.trainer.sft_trainer import SFTConfig, SFTTrainer
@@ -43,6 +44,7 @@ def main():
         line = f"logged {row['loss']} {row['grad_norm']} {row.get('adaptive/micro_batch')}"
         sys.stdout.write(line + "\\n")  # at once: torchrun's ranks do not buffer what they print
         sys.stdout.flush()
+    time.sleep(0.1)  # a thread of gloo that takes Python's lock after its end aborts the process
 
 
 if __name__ == "__main__":

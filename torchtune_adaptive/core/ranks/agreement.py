@@ -19,12 +19,13 @@ five timeouts. So:
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -274,9 +275,8 @@ class Ranks:
     def close(self) -> None:
         """Leave the group, at the end of the run and before the default group is destroyed.
 
-        A gloo thread takes the interpreter's lock to drop the tensors of its last collective, and aborts the
-        process if the interpreter has ended by then. The threads of this group end here. Those of a group
-        that something else still refers to (a device mesh does) get a moment in which the lock is free.
+        The threads of this group end here; see ``_settle_at_exit``. Those of a group that something else
+        still refers to (a device mesh does) get a moment in which the interpreter's lock is free.
         """
         for part in self._parts:
             part.close()
@@ -314,6 +314,16 @@ class SomeRanks(Ranks):
         self._begin(members)
 
 
+@cache
+def _settle_at_exit() -> None:
+    """Leave threads of gloo a moment of the interpreter's lock at the end of the program, closed or not.
+
+    Such a thread takes the lock to drop the tensors of its last collective, and aborts the process if the
+    interpreter has ended by then. Loops and trainers that others write may end with an agreement.
+    """
+    atexit.register(time.sleep, _SETTLING)
+
+
 def _own_group(patience: timedelta, members: list[int] | None = None) -> dist.ProcessGroup:
     """A gloo group of ours, whose ranks are connected where our exchanges need it; see Note [Connections].
 
@@ -334,6 +344,7 @@ def _own_group(patience: timedelta, members: list[int] | None = None) -> dist.Pr
             group_desc=launcher.OWN_GROUP,
         )
     if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        _settle_at_exit()
         private.set_timeout(group, patience)
         try:
             _meet(group, patience)

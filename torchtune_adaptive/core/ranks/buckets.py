@@ -12,6 +12,8 @@ parts of buckets of ours, and it gives up its reducer, with the memory of its bu
   changes. What is not complete at the end of backward is launched then; a gradient that did not come counts
   as zeros. So each rank launches the same, whatever it has computed.
 - A bucket is there whatever happens, so a rank without memory completes the sequence with it.
+- Memory may run out in the very call that launches a bucket. Then nobody has the work to wait for, and a
+  thread of gloo, or another stream, may still write there when the next step does. That one has new memory.
 
 Buckets belong to the wrapper, and stay when the step is gone. Whoever goes backward through the wrapper then,
 as in a loop of one's own, is told that nothing would be reduced: silence would train each rank for itself.
@@ -71,10 +73,11 @@ class Buckets:
         self.tensors = [_flat([parameters[place] for place in places]) for places in members]
         """The memory of each bucket."""
         views: dict[int, torch.Tensor] = {}
-        for places, flat in zip(members, self.tensors, strict=True):
-            of_bucket = _views(flat, [parameters[place] for place in places])
-            views.update(zip(places, of_bucket, strict=True))
+        for number in range(len(members)):
+            views.update(self._views_of(number))
         self._views = [views[place] for place in range(len(parameters))]
+        self._unsure: set[int] = set()
+        """Buckets that may be on their way with nobody to wait for them."""
         self._in_step = self._last = False
         self._outermost = -1
         self._nested: bool | None = (
@@ -90,6 +93,8 @@ class Buckets:
 
     def begin(self) -> None:
         """Begin a step."""
+        self._former = [self._renew(number) for number in self._unsure]  # kept for a step
+        self._unsure.clear()
         self.missing = []
         self._left = [len(places) for places in self._members]
         self._next = 0  # bucket to launch
@@ -98,7 +103,24 @@ class Buckets:
         self, number: int, *, group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
         """Replace a bucket by its sum over the ranks."""
-        return dist.all_reduce(self.tensors[number], group=group, async_op=async_op)
+        self._unsure.add(number)
+        work = dist.all_reduce(self.tensors[number], group=group, async_op=async_op)
+        self._unsure.remove(number)
+        return work
+
+    def _renew(self, number: int) -> torch.Tensor:
+        """Give a bucket new memory; gives what it had."""
+        former = self.tensors[number]
+        self.tensors[number] = _flat([self.parameters[place] for place in self._members[number]])
+        for place, view in self._views_of(number):
+            self._views[place] = view
+        return former
+
+    def _views_of(self, number: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The places of a bucket's parameters, and the part of its memory that is for each."""
+        places = self._members[number]
+        views = _views(self.tensors[number], [self.parameters[place] for place in places])
+        return zip(places, views, strict=True)
 
     # --- backward -----------------------------------------------------------------------------------
 
