@@ -500,11 +500,11 @@ def test_gradients_are_laid_out_as_parameters(tmp_path: Any) -> None:
     try:
         wrapped = DistributedDataParallel(Images())
         buckets = Buckets.of(wrapped)
-        strides = [view.stride() for view in buckets._views]
+        strides = [buckets._views[place].stride() for place in range(len(buckets.parameters))]
         assert strides == [parameter.stride() for parameter in wrapped.parameters()]
         used = torch.zeros(sum(parameter.numel() for parameter in wrapped.parameters()))
         assert sum(tensor.numel() for tensor in buckets.tensors) == used.numel()
-        for view in buckets._views:
+        for view in buckets._views.values():
             view += 1
         assert all((tensor == 1).all() for tensor in buckets.tensors), "no element twice"
     finally:

@@ -313,7 +313,7 @@ def test_who_has_an_error_alone_does_not_end_with_the_others(
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setattr(launch.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(launch.dist, "get_world_size", lambda: ranks)
-    monkeypatch.setattr(launch.Ranks, "leave_all_groups", lambda: together.append("left"))
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: together.append("left"))
     monkeypatch.setattr(launch.ending, "leave", leave)
     monkeypatch.setattr(sys, "argv", ["recipe", "--config", "tiny/full"])
     with pytest.raises(SystemExit) as ended:

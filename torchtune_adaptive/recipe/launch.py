@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
 
 from torchtune_adaptive.common import AdaptiveBatchingError, ConfigError, Stopped, ending, launcher
-from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.recipe.registry import find_config, load_config, with_overrides
 from torchtune_adaptive.recipe.train.stop import exit_status
 
@@ -52,7 +51,7 @@ def recipe(run: Callable[[DictConfig], None], description: str | None = None) ->
             ending.explain(reason, known_to_all=error.everywhere, repeats=error.repeats)
             _leave_others(error.everywhere)
             if dist.is_initialized():
-                Ranks.leave_all_groups()
+                dist.destroy_process_group()
             sys.exit(1)
         except KeyboardInterrupt as interrupt:
             _end_interrupted(interrupt)

@@ -275,22 +275,13 @@ class Ranks:
     def close(self) -> None:
         """Leave the group, at the end of the run and before the default group is destroyed.
 
-        The threads of this group end here; see ``_settle_at_exit``. Those of a group that something else
-        still refers to (a device mesh does) get a moment in which the interpreter's lock is free.
+        Its threads end here, unless something else still refers to it; see ``_settle_at_exit``.
         """
         for part in self._parts:
             part.close()
         if self._group is not None:
             group, self._group = self._group, None
             dist.destroy_process_group(group)
-            del group
-            time.sleep(_SETTLING)
-
-    @staticmethod
-    def leave_all_groups() -> None:
-        """Destroy every process group, and let their threads end; see ``close``."""
-        dist.destroy_process_group()
-        time.sleep(_SETTLING)
 
 
 class SomeRanks(Ranks):
@@ -316,10 +307,11 @@ class SomeRanks(Ranks):
 
 @cache
 def _settle_at_exit() -> None:
-    """Leave threads of gloo a moment of the interpreter's lock at the end of the program, closed or not.
+    """Leave threads of gloo the interpreter's lock for a moment, at the end of the program.
 
     Such a thread takes the lock to drop the tensors of its last collective, and aborts the process if the
-    interpreter has ended by then. Loops and trainers that others write may end with an agreement.
+    interpreter has ended by then. There may be some even where all groups are destroyed: a device mesh refers
+    to them. And loops and trainers that others write may end right after an agreement.
     """
     atexit.register(time.sleep, _SETTLING)
 

@@ -70,12 +70,12 @@ class Buckets:
         members = _divided(parameters, wrapped.bucket_bytes_cap)
         self._members = members
         self._bucket_of = {place: n for n, places in enumerate(members) for place in places}
-        self.tensors = [_flat([parameters[place] for place in places]) for places in members]
+        self.tensors = [_flat(self._in_bucket(number)) for number in range(len(members))]
         """The memory of each bucket."""
-        views: dict[int, torch.Tensor] = {}
+        self._views: dict[int, torch.Tensor] = {}
+        """The part of it that is for each parameter, by its place."""
         for number in range(len(members)):
-            views.update(self._views_of(number))
-        self._views = [views[place] for place in range(len(parameters))]
+            self._divide(number)
         self._unsure: set[int] = set()
         """Buckets that may be on their way with nobody to wait for them."""
         self._in_step = self._last = False
@@ -93,7 +93,8 @@ class Buckets:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._former = [self._renew(number) for number in self._unsure]  # kept for a step
+        # What they had stays for a step: nobody else may be given it while something is written there.
+        self._former = [self._renew(number) for number in self._unsure]
         self._unsure.clear()
         self.missing = []
         self._left = [len(places) for places in self._members]
@@ -111,16 +112,17 @@ class Buckets:
     def _renew(self, number: int) -> torch.Tensor:
         """Give a bucket new memory; gives what it had."""
         former = self.tensors[number]
-        self.tensors[number] = _flat([self.parameters[place] for place in self._members[number]])
-        for place, view in self._views_of(number):
-            self._views[place] = view
+        self.tensors[number] = _flat(self._in_bucket(number))
+        self._divide(number)
         return former
 
-    def _views_of(self, number: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The places of a bucket's parameters, and the part of its memory that is for each."""
-        places = self._members[number]
-        views = _views(self.tensors[number], [self.parameters[place] for place in places])
-        return zip(places, views, strict=True)
+    def _divide(self, number: int) -> None:
+        """Divide a bucket's memory among its parameters."""
+        views = _views(self.tensors[number], self._in_bucket(number))
+        self._views.update(zip(self._members[number], views, strict=True))
+
+    def _in_bucket(self, number: int) -> list[nn.Parameter]:
+        return [self.parameters[place] for place in self._members[number]]
 
     # --- backward -----------------------------------------------------------------------------------
 
