@@ -22,7 +22,7 @@ from typing import Any
 from comparing import summary
 
 from torchtune_adaptive.common import AdaptiveBatchingError, table
-from torchtune_adaptive.planner import TracedRun, processes
+from torchtune_adaptive.planner import processes
 from torchtune_adaptive.recipe import (
     PlanRequest,
     Query,
@@ -60,7 +60,7 @@ def plans() -> Iterator[PlanRequest]:
 def traced(query: Query) -> list[dict[str, int]]:
     """The peaks of a config. Call it in a process that does nothing else."""
     traces = query.traces()
-    run = TracedRun(traces, query.length)
+    run = query.run(traces)
     rows = [times * query.rows for times in TIMES]
     found = [
         {"rows": each, "reserved": run.peak(each, query.length, query.device).reserved}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 from torch import nn
 
+from tests.helpers.first_steps import in_use
 from tests.helpers.hugging_face import about
 from tests.helpers.torchvision import without_torchvision
 from torchtune_adaptive.library import TransformersStep, model_steps, planning
 from torchtune_adaptive.library.step_choices import EVEN
 from torchtune_adaptive.planner import RecordedStep, call_alone, deep_step
 from torchtune_adaptive.planner.memory.recorded_step import (
-    MemoryEvent,
     first_of_its_size,
     kept_by,
 )
@@ -155,19 +155,6 @@ def first_steps(question: Any) -> tuple[list[Any], list[Any], int]:
     assert few < many
     computed = first_of_its_size(step, kept)
     return in_use(computed), in_use(of_many.start_up.first_step.events), len(kept)
-
-
-def in_use(events: Iterable[MemoryEvent]) -> list[tuple[int, int, int]]:
-    """Each allocation, its stream, and what is in use then."""
-    sizes: dict[int, int] = {}
-    found = []
-    for block, nbytes, stream in events:
-        if nbytes >= 0:
-            sizes[block] = nbytes
-            found.append((nbytes, stream, sum(sizes.values())))
-        else:
-            del sizes[block]
-    return found
 
 
 @pytest.mark.rotating(2)

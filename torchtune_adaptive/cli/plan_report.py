@@ -106,22 +106,30 @@ def _largest_text(found: Prediction) -> str:
     text = f"Largest micro-batch that fits: {found.largest}"
     if found.picked is None or found.picked.rows == found.largest:
         return f"{text}."
+    search = "a search"
+    if found.picked.rows > found.largest:
+        search += ", after which memory is in fewer pieces,"
     rounding = found.rounding.replace("_", " ")
-    return f"{text}; a search picks {found.picked.rows} ({rounding})."
+    return f"{text}; {search} picks {found.picked.rows} ({rounding})."
 
 
 def _cautions(plan: PlanRequest, found: Prediction) -> list[str]:
     """Lines about sizes of which only a trial can tell whether they fit."""
-    of_interest = (found.configured, found.picked, found.at_largest)
-    by_rows = {peak.rows: peak for peak in of_interest if peak}
-    named = [(str(rows), peak) for rows, peak in sorted(by_rows.items())]
-    return cautions(plan.device, named, "at batch_size")
+    named = sorted((peak.rows, peak) for peak in _of_interest(found))
+    return cautions(plan.device, [(str(rows), peak) for rows, peak in named], "at batch_size")
+
+
+def _of_interest(found: Prediction) -> list[Peak]:
+    """The peaks of the sizes that matter, each size once; what is reserved after a search only where a run
+    without one has no such peak."""
+    shown = [peak for peak in (found.configured, found.picked, found.at_largest) if peak]
+    best = {peak.rows: peak for peak in (found.picked, found.at_largest, found.configured) if peak}
+    return [best[rows] for rows in dict.fromkeys(peak.rows for peak in shown)]
 
 
 def _memory_table(found: Prediction) -> Table:
     """The parts of the peak at the configured batch size and at those of interest."""
-    of_interest = (found.configured, found.picked, found.at_largest)
-    peaks = list({peak.rows: peak for peak in of_interest if peak}.values())
+    peaks = _of_interest(found)
     rows = memory_rows(peaks, peaks[0])
     rows.append(("reached in", *(_WHERE.get(peak.phase, peak.phase) for peak in peaks)))
     header = ("peak memory", *(f"batch_size {peak.rows}" for peak in peaks))

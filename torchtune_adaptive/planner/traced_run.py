@@ -6,8 +6,9 @@ What every plan is made of, whosever step it is, is a question about a step and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -23,10 +24,8 @@ from torchtune_adaptive.planner.memory.peak import (
 )
 from torchtune_adaptive.planner.memory.recorded_step import (
     Bilinear,
-    Kept,
     NotRegular,
     RecordedStep,
-    kept_by,
 )
 from torchtune_adaptive.planner.other_lengths import (
     FromOtherLengths,
@@ -151,7 +150,7 @@ class TracedRun:
         self._every: Bilinear | None = None
         self._known: dict[tuple[int, int, DeviceLimits, bool], Peak] = {}
         self._replays: dict[tuple[int, int, tuple[object, ...], bool], Peak] = {}
-        self._kept: dict[tuple[int, int], Sequence[Kept] | None] = {}
+        self._beginnings: dict[tuple[int, int], StartUp] = {}
         self.direct = False
         """Whether steps are not bilinear, so that each size is traced separately."""
         try:
@@ -160,6 +159,14 @@ class TracedRun:
             self._structure(length)
         except NotRegular:
             self.direct = True
+
+    def after_search(self) -> TracedRun:
+        """The same run if it searches before it trains."""
+        if self._searches:
+            return self
+        other = copy(self)
+        other._searches, other._known, other._replays = True, {}, {}
+        return other
 
     @property
     def any_length(self) -> bool:
@@ -224,7 +231,7 @@ class TracedRun:
         self._structures.clear()
         self._known.clear()
         self._replays.clear()
-        self._kept.clear()
+        self._beginnings.clear()
         self._every = None
 
     def _agree(self, traced: RecordedStep, computed: RecordedStep) -> bool:
@@ -260,11 +267,10 @@ class TracedRun:
         if self._searches:
             return self._beginning
         alike = rows if self._is_traced(rows) else 0, length
-        if alike not in self._kept:
-            step, self._kept[alike] = self._step(rows, length), None
-            with suppress(NotRegular):
-                self._kept[alike] = kept_by(self._beginning.first_step, step)
-        return replace(self._beginning, kept=self._kept[alike])
+        if alike not in self._beginnings:
+            step = self._step(rows, length)
+            self._beginnings[alike] = self._beginning.without_search(step)
+        return self._beginnings[alike]
 
     def operations(self, rows: int, length: int) -> StepOperations:
         """The operations of a step, with what they compute and move."""

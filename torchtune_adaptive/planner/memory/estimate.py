@@ -14,8 +14,15 @@ from collections.abc import Iterable
 
 from torchtune_adaptive.planner.memory.decoder import HALF, SINGLE, Decoder, Finetuning, UnitWeights
 from torchtune_adaptive.planner.memory.peak import DeviceLimits, Peak, StartUp, peak
-from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
-from torchtune_adaptive.planner.memory.written_layer import Block, Kept, WrittenEvents, WrittenLayer
+from torchtune_adaptive.planner.memory.recorded_step import Kept as KeptBlock
+from torchtune_adaptive.planner.memory.recorded_step import MemoryEvent, RecordedStep
+from torchtune_adaptive.planner.memory.written_layer import (
+    MAIN,
+    Block,
+    Kept,
+    WrittenEvents,
+    WrittenLayer,
+)
 
 ERROR = 0.05
 """The share of the traced peak within which nine of ten estimates are, for torchtune's own configs
@@ -26,10 +33,17 @@ _TABLE, _HEAD = "tok_embeddings", "output"
 
 
 def estimate(
-    decoder: Decoder, how: Finetuning, rows: int, length: int, device: DeviceLimits
+    decoder: Decoder,
+    how: Finetuning,
+    rows: int,
+    length: int,
+    device: DeviceLimits,
+    searches: bool = True,
 ) -> Peak:
-    """The peak of a step of so many rows in a micro-batch."""
-    return peak(*_WrittenStep(decoder, how, rows, length).written(), rows, length, device)
+    """The peak of a step of so many rows in a micro-batch; ``searches`` says whether the run searches before
+    it trains."""
+    written = _WrittenStep(decoder, how, rows, length).written(searches)
+    return peak(*written, rows, length, device)
 
 
 class _WrittenStep:
@@ -48,6 +62,8 @@ class _WrittenStep:
         """Gradients that are not reduced yet, by unit."""
         self._waiting: list[Block] = []
         """Gradients that wait for the optimizer."""
+        self._used: list[tuple[int, float]] = []
+        """Where the optimizer is given gradients: the events before, and the numbers that it trains there."""
         self._gathering: list[Block] = []
         """The buffer of the last unit that was gathered, or of the next one."""
         self._reducing: list[Block] = []
@@ -57,7 +73,7 @@ class _WrittenStep:
         self._is_backward = False
         """Whether buffers are freed once weights are copied from them; in forward, after the next copy."""
 
-    def written(self) -> tuple[StartUp, RecordedStep]:
+    def written(self, searches: bool) -> tuple[StartUp, RecordedStep]:
         """The events before the step, and its own."""
         how, held = self._how, 0 if self._how.on_host else 1 / self._how.ranks
         every = [self._units["layer"]] * self._model.layers + [self._units["tables"]]
@@ -71,9 +87,16 @@ class _WrittenStep:
         for number in range(how.micro_batches):
             self._is_first = number == 0
             self._micro_batch()
+        if not how.in_backward:
+            self._used += [(len(self._events.events), held * one.trained) for one in every]
         self._events.briefly(held * how.copied * sum(weights.trained for weights in every))
         self._drop(*self._waiting)
-        return StartUp(set_up, first_step), self._events.cut()
+        kept = [
+            KeptBlock(place, MemoryEvent(0, int(how.state / 2 * numbers), MAIN))
+            for place, numbers in self._used
+            for _ in range(2)
+        ]
+        return StartUp(set_up, first_step, None if searches else kept), self._events.cut()
 
     def _micro_batch(self) -> None:
         how, layer, numbers = self._how, self._layer, range(1, self._model.layers + 1)
@@ -219,7 +242,7 @@ class _WrittenStep:
         elif self._is_first and not self._how.in_backward:
             self._waiting.append(gradient)
         else:  # it is added to that of the first micro-batch, or used at once
-            self._drop(gradient)
+            self._use(gradient)
 
     def _reduce(self, unit: str) -> None:
         """Reduce a unit's gradients, of which each rank keeps its part."""
@@ -232,4 +255,11 @@ class _WrittenStep:
         if self._is_first and not (self._how.on_host or self._how.in_backward):
             self._waiting.append(part)
         else:
-            self._drop(part)
+            self._use(part)
+
+    def _use(self, gradient: Block) -> None:
+        """Drop a gradient, once the optimizer has used it if that is in backward."""
+        if self._how.in_backward:
+            numbers = self._events.sizes[gradient] / HALF
+            self._used.append((len(self._events.events), numbers))
+        self._drop(gradient)

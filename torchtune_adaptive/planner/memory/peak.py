@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torchtune_adaptive.planner.memory.allocator import (
@@ -16,8 +17,10 @@ from torchtune_adaptive.planner.memory.recorded_step import (
     Kept,
     Label,
     MemoryEvent,
+    NotRegular,
     RecordedStep,
     first_of_its_size,
+    kept_by,
 )
 
 DOES_NOT_FIT = "DOES NOT FIT"
@@ -134,6 +137,13 @@ class StartUp:
     first_step: RecordedStep
     kept: Sequence[Kept] | None = None
     """What the first step keeps, in a run that does not search; None in others."""
+
+    def without_search(self, step: RecordedStep) -> StartUp:
+        """The same in a run that begins with this step; unchanged if its first step has other allocations
+        than later ones."""
+        with suppress(NotRegular):
+            return replace(self, kept=kept_by(self.first_step, step))
+        return self
 
 
 def peak(

@@ -46,7 +46,8 @@ def estimated(plan: PlanRequest, rows: int | None = None) -> Peak | None:
     if decoder is None or how is None:
         return None
     rows = rows or asked.batch(plan.ranks).micro_batch
-    return estimate.estimate(decoder, how, rows, plan.length, plan.device)
+    searches = asked.settings.adapts
+    return estimate.estimate(decoder, how, rows, plan.length, plan.device, searches)
 
 
 def _decoder(model: DictConfig) -> estimate.Decoder | None:

@@ -37,7 +37,7 @@ def length_limits(
 ) -> LengthLimits:
     """The limits, with the largest micro-batch for those of the ``lengths`` that the model takes."""
     device, traces = query.device, traces or query.traces()
-    run = TracedRun(traces, query.length, any_length=True)
+    run = query.run(traces, any_length=True)
     most = traces.max_seq_len or _MOST_TOKENS
     by_length = {n: run.largest(n, device) for n in lengths if 2 <= n <= most}
 
@@ -79,6 +79,8 @@ def largest_adapter_rank(query: Query) -> int:
         traces = replace(query, asked=replace(asked, cfg=changed)).traces()
         start_up, step = traces.start_up(query.length), traces.step(query.rows, query.length)
         traces.remember()
+        if not asked.settings.adapts:
+            start_up = start_up.without_search(step)
         found = peak(start_up, step, query.rows, query.length, query.device)
         return found.reserved <= query.device.usable_bytes
 

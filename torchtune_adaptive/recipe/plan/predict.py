@@ -81,15 +81,15 @@ def predict(query: Query, traces: Traces | None = None) -> Prediction:
 
 def _of_steps(query: Query, traces: Traces) -> dict[str, Any]:
     length, device = query.length, query.device
-    run = TracedRun(traces, length)
+    run = query.run(traces)
     found = run.answer(query.question)
-    most = found.largest
-    picked = _picked(query, most)
+    most, searched = found.largest, run.after_search()
+    picked = _picked(query, searched.largest(length, device))
     return {
         "largest": most,
         "configured": found.peak,
         "at_largest": run.peak(most, length, device) if most else None,
-        "picked": run.peak(picked, length, device) if picked else None,
+        "picked": searched.peak(picked, length, device) if picked else None,
         "curve": _curve(run, query, most) if query.in_detail else [],
         "timeline": run.timeline(query.rows, length, device) if query.in_detail else [],
         "speed": found.speed,
@@ -131,7 +131,7 @@ def compare(query: Query, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -
         here = replace(query, device=device, pace=pace)
         if device.before_ampere not in runs:
             traces = here.traces()
-            runs[device.before_ampere] = traces, TracedRun(traces, query.length)
+            runs[device.before_ampere] = traces, here.run(traces)
         _, run = runs[device.before_ampere]
         found.append(run.answer(here.question))
     for traces, _ in runs.values():

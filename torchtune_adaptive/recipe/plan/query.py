@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchtune_adaptive.core import Rounding
-from torchtune_adaptive.planner import DeviceLimits, Pace, Question
+from torchtune_adaptive.planner import DeviceLimits, Pace, Question, TracedRun
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
@@ -58,6 +58,11 @@ class Query:
         """The config's steps: those that are remembered, and others as they are traced."""
         run = self.asked, self.ranks, self.rank
         return Traces(*run, self.may_trace, self.beside, self.device.before_ampere)
+
+    def run(self, traces: Traces, any_length: bool = False) -> TracedRun:
+        """The config's run, whose peaks follow from the traces."""
+        searches = self.asked.settings.adapts  # all of these try sizes before they train
+        return TracedRun(traces, self.length, any_length, searches=searches)
 
 
 def planned_rank(asked: Asked) -> int:

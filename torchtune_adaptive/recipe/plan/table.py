@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchtune_adaptive.planner import DeviceLimits, Pace, TracedRun, step_table
+from torchtune_adaptive.planner import DeviceLimits, Pace, step_table
 from torchtune_adaptive.recipe.plan.query import Query
 
 
@@ -17,7 +17,7 @@ def tabulated(
     """The table of a config; the arguments are those of ``table_of``. Call it in a process that does nothing
     else: see ``workers``."""
     traces = query.traces()
-    run = TracedRun(traces, query.length)
+    run = query.run(traces)
     # Operations of compiled steps do not follow from others, so each size takes a trace.
     found = step_table.table_of(run, query.question, devices, rows, few=traces.compiled)
     traces.remember()
