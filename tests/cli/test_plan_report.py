@@ -84,6 +84,24 @@ class TestWhatIsPrinted:
         assert table[4][-1] == "optimizer"
         assert not any("aten.mm" in line for line in lines)
 
+    def test_a_search_may_find_more_than_fits_without_one(self) -> None:
+        now = a_prediction()
+        larger = replace(now.configured, rows=16)
+        same = replace(now.configured, rows=13, reserved=18 << 30)
+        most = replace(now.configured, rows=13)
+        found = a_prediction(picked=larger, at_largest=most)
+        text = " ".join(as_text(headline(self.plan, found)).split())
+        assert (
+            "Largest micro-batch that fits: 13; a search, after which memory is in fewer pieces, picks 16"
+            in text
+        )
+        # Of one size, what a run without a search reserves is shown.
+        lines = as_text(
+            headline(self.plan, a_prediction(picked=same, at_largest=most))
+        ).splitlines()
+        [held] = [line.split() for line in lines if "held by the allocator" in line]
+        assert held[-4:] == ["19", "GiB", "19", "GiB"]
+
     def test_a_size_that_may_not_fit_after_all_is_warned_of(self) -> None:
         near = replace(a_prediction().configured, rows=13, reserved=int(73.6 * (1 << 30)))
         text = as_text(headline(self.plan, a_prediction(at_largest=near)))

@@ -49,13 +49,17 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_frees_what_it_takes(way: str) -> None:
     for decoder in DECODERS:
-        _, step = _WrittenStep(decoder, WAYS[way], 2, 16).written()
+        start_up, step = _WrittenStep(decoder, WAYS[way], 2, 16).written(searches=False)
         assert step.renumbered().most_in_use() > 0  # raises if anything is left, or is freed twice
+        assert start_up.kept is not None
+        kept = sum(each.event.nbytes for each in start_up.kept)
+        state = sum(event.nbytes for event in start_up.first_step.events)
+        assert kept == pytest.approx(state, abs=len(start_up.kept))  # each is rounded down
 
 
 def test_what_stays_is_weights_and_state() -> None:
     def held(how: Finetuning, decoder: Decoder = SMALL) -> int:
-        start_up, _ = _WrittenStep(decoder, how, 1, 2).written()
+        start_up, _ = _WrittenStep(decoder, how, 1, 2).written(searches=True)
         events = (*start_up.set_up.events, *start_up.first_step.events)
         return sum(event.nbytes for event in events)
 

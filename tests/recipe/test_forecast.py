@@ -275,3 +275,38 @@ def test_the_size_that_a_search_picks(
     settings = {"rounding": rounding, "ceiling": ceiling}
     found = predict(query(tracer, monkeypatch, settings=settings)).picked
     assert found is not None and found.rows == picked
+
+
+class WithState(FakeTracer):
+    """Two large blocks; the first step keeps the optimizer's state."""
+
+    def take_step(self, rows: int, length: int, *_: object) -> RecordedStep:
+        found = step(3 * rows * length * MIB, 5 * rows * length * MIB)
+        if not self.traced:
+            found.events.append(MemoryEvent(1, 50 * MIB, 0))
+            found.labels[1] = Label("optimizer state", "optimizer step", "")
+        self.traced.append(rows)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "reserved"),
+    [
+        ({}, 260),  # the state takes the segment of 60, a later step that of 100 for its 60
+        ({"use_maximum_batch_size": True}, 210),
+        ({"batch_increase_function": "mine.more"}, 210),
+        ({"settings": {"token_budget": True}}, 210),
+    ],
+)
+def test_only_a_config_that_tries_sizes_begins_with_a_small_step(
+    changes: dict[str, Any], reserved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked() -> Query:
+        on_cpu = query(WithState(None), monkeypatch, batch_size=2, **changes)
+        return replace(on_cpu, device=DeviceLimits("gpu", 215 * MIB))
+
+    found = predict(asked())
+    assert found.configured.reserved == reserved * MIB
+    assert found.picked is not None and found.picked.rows == 2  # that a search picks
+    assert found.largest == (1 if reserved == 260 else 2)
+    assert length_limits(asked(), (10,)).largest == {10: found.largest}
