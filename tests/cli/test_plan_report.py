@@ -368,6 +368,13 @@ class TestWhatIsAssumed:
         absurd = Calibration("Absurd", 20 << 30, reserved_ratio=3.0, allocated_ratio=1.0, when=5e9)
         Calibrations(Calibration, Asked.of(cfg), 8).keep(absurd)
         assert plan_request(cfg, 4, "here").device.name == "New"
+        cards = (("NVIDIA H200", 32), ("NVIDIA A100-SXM4-80GB", 8.125), ("Tesla T4", 8.125))
+        for when, (name, mebibytes) in enumerate(cards, 6_000_000_000):
+            kept = Calibration(name, 20 << 30, 1.0, 1.0, when)
+            Calibrations(Calibration, Asked.of(cfg), 8).keep(kept)
+            device = plan_request(cfg, 8, "here").device
+            assert device.workspaces == (mebibytes * (1 << 20),) * 2
+            assert device.before_ampere == (name == "Tesla T4")
 
     @pytest.mark.parametrize(
         ("reserved", "allocated", "text"),

@@ -116,7 +116,8 @@ def test_float16_takes_no_scores_where_each_head_has_its_keys() -> None:
 )
 def test_which_gpus_are_older(name: str, older: bool) -> None:
     assert gpus.is_before_ampere(name) == older
-    measured, _ = gpu_limits(name, gpus.gpu(gpus.DEFAULT), 1, 1 << 34, 0.05, "as measured")
+    kind = gpus.gpu(gpus.known(name) or gpus.DEFAULT)
+    measured, _ = gpu_limits(name, kind, 1, 1 << 34, 0.05, "as measured")
     assert measured.before_ampere == older
 
 

@@ -176,9 +176,15 @@ def gpu(name: str, option: str = "--gpu", memory: str = "--memory") -> Gpu:
     raise ConfigError(option, name, "is not a known GPU", remedy)
 
 
+def known(name: str) -> str | None:
+    """Our name for a GPU that torch names so, of any size where the size is missing; None if it is not
+    known."""
+    return next(iter(read(name, GPUS).names), None)
+
+
 def is_before_ampere(name: str) -> bool:
     """Whether a GPU, named by us or by torch, is older than Ampere; not if it is not known."""
-    return any(GPUS[each].before_ampere for each in read(name, GPUS).names)
+    return (ours := known(name)) is not None and GPUS[ours].before_ampere
 
 
 def is_same(name: str, other: str) -> bool:

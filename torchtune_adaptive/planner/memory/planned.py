@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from torchtune_adaptive.common import human_bytes
-from torchtune_adaptive.planner.memory.gpus import GIB, Gpu, is_before_ampere, sold_as
+from torchtune_adaptive.planner.memory.gpus import GIB, Gpu, sold_as
 from torchtune_adaptive.planner.memory.peak import FRAGMENTATION, DeviceLimits
 
 ERROR_BAND = 0.03
@@ -39,7 +39,6 @@ def gpu_limits(
 ) -> tuple[DeviceLimits, tuple[str, ...]]:
     """A device with this capacity, and the assumptions about it; ``source`` tells where the capacity is
     from."""
-    old = kind.before_ampere or is_before_ampere(name)
     device = DeviceLimits(
         name=name,
         usable_bytes=int(capacity * (1 - headroom)),
@@ -48,7 +47,7 @@ def gpu_limits(
         band=ERROR_BAND,
         fragmentation=FRAGMENTATION if ranks > 1 else 0.0,
         correction=correction,
-        before_ampere=old,
+        before_ampere=kind.before_ampere,
     )
     assumed = (
         source,
@@ -56,7 +55,7 @@ def gpu_limits(
         f"({headroom:.0%} headroom)",
         f"allocator: {'expandable segments' if device.expandable else 'default segments'}",
         f"cuBLAS workspaces: 2 x {human_bytes(kind.workspace)}",
-        _OLD_ATTENTION if old else "",
+        _OLD_ATTENTION if kind.before_ampere else "",
     )
     return device, tuple(line for line in assumed if line)
 

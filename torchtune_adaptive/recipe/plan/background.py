@@ -102,7 +102,7 @@ class PeakPlanner(BackgroundPlanner):
     def largest(self, row_length: int, capacity: int) -> int | None:
         """The largest micro-batch that should fit, with rows as long as in trials and so many bytes for one
         rank; None if there is no answer."""
-        device, _ = device_for(self._asked, self._ranks, memory=capacity)
+        device, _ = device_for(self._asked, self._ranks, gpus.known(self._name), capacity)
         self._capacity = capacity
         self._about = Question(device, None, row_length, confirmed=True)
         if self._learned is not None:
@@ -189,10 +189,9 @@ class RankAnswers:
     def __call__(self, question: tuple[int, int]) -> list[tuple[Choice, float]]:
         asked, ranks = self._asked, self._ranks
         length, capacity = question
-        request = plan_request(asked.cfg, ranks, memory=capacity, length=length)
+        card = gpus.known(self._device)
+        request = plan_request(asked.cfg, ranks, card, memory=capacity, length=length)
         pace, reasons = pace_for(asked, ranks, self._device)
         if pace is None:
             raise NoPrediction(*reasons)
-        old = gpus.is_before_ampere(self._device)
-        query = request.query(pace=pace, device=replace(request.device, before_ampere=old))
-        return ranked_choices(query, asked.settings.may_change)
+        return ranked_choices(request.query(pace=pace), asked.settings.may_change)

@@ -31,9 +31,8 @@ def device_for(
                 f"{BLOCK}.memory_limit) to plan for a simulated device, or device=cuda."
             )
         return DeviceLimits.simulated(memory, headroom), ()
-    kind = gpus.gpu(gpus.DEFAULT if gpu_name in (None, gpus.HERE) else gpu_name)
     if gpu_name != gpus.HERE:
-        return planned_gpu(kind, ranks, headroom, memory)
+        return planned_gpu(gpus.gpu(gpu_name or gpus.DEFAULT), ranks, headroom, memory)
     measured = Calibrations(Calibration, asked, ranks).newest()
     if measured is None:
         reason = (
@@ -44,6 +43,7 @@ def device_for(
         raise ConfigError("--gpu", gpus.HERE, reason, remedy)
     capacity = min(memory or measured.capacity, measured.capacity)
     about, ratio = measured.text(), measured.reserved_ratio
+    kind = gpus.gpu(gpus.known(measured.device) or gpus.DEFAULT)
     return gpu_limits(measured.device, kind, ranks, capacity, headroom, about, ratio)
 
 
