@@ -73,6 +73,7 @@ def config_of(case: Case, device: str) -> DictConfig:
         "batch_size": SMALL,
         "gradient_accumulation_steps": 1,
         "compile": False,
+        "use_maximum_batch_size": True,  # sizes are tried here as in a search: a small step is the first
         "tokenizer": {"max_seq_len": case.length},
         "adaptive_batching": {"headroom": 0.05, "probe_length": case.length, "cache": False},
     }

@@ -16,7 +16,7 @@ from typing import Any
 
 from what_fits import ALIKE, CASES, LENGTHS, RANKS, RESULTS, Case, answers, key_of
 
-from torchtune_adaptive.planner import TracedRun, processes
+from torchtune_adaptive.planner import processes
 from torchtune_adaptive.recipe import (
     Query,
     check_method,
@@ -43,7 +43,7 @@ def query_of(case: Case, ranks: int, length: int) -> tuple[Query, list[Any]]:
 def answer(query: Query, devices: Sequence[Any]) -> list[dict[str, Any]]:
     """What fits on each device, and how fast that is. Call it in a process that does nothing else."""
     traces = query.traces()
-    run = TracedRun(traces, query.length)
+    run = query.run(traces)
     found = []
     for device, pace in devices:
         question = replace(query, device=device, pace=pace).question
