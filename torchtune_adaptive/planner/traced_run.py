@@ -141,15 +141,15 @@ class TracedRun:
         rows: tuple[int, int] | None = None,
         searches: bool = True,
     ) -> None:
-        self._traces, self._searches = traces, searches
+        self._traces, self.searches = traces, searches
         self._steps: StepsByLength = traces if traces.compiled else FromOtherLengths(traces)
         self._rows = rows or (self.COMPILED_ROWS if traces.compiled else self.ROWS)
         self._least = (rows or self.ROWS)[0]
         self._beginning = self._steps.start_up(length)
         self._structures: dict[int, Bilinear] = {}
         self._every: Bilinear | None = None
-        self._known: dict[tuple[int, int, DeviceLimits, bool], Peak] = {}
-        self._replays: dict[tuple[int, int, tuple[object, ...], bool], Peak] = {}
+        self._known: dict[tuple[object, ...], Peak] = {}
+        self._replays: dict[tuple[object, ...], Peak] = {}
         self._beginnings: dict[tuple[int, int], StartUp] = {}
         self.direct = False
         """Whether steps are not bilinear, so that each size is traced separately."""
@@ -162,10 +162,8 @@ class TracedRun:
 
     def after_search(self) -> TracedRun:
         """The same run if it searches before it trains."""
-        if self._searches:
-            return self
         other = copy(self)
-        other._searches, other._known, other._replays = True, {}, {}
+        other.searches = True
         return other
 
     @property
@@ -242,7 +240,7 @@ class TracedRun:
 
     def peak(self, rows: int, length: int, device: DeviceLimits) -> Peak:
         """The peak of a step."""
-        size = (rows, length, device, self.direct)
+        size = (rows, length, device, self.direct, self.searches)
         if size not in self._known:
             found = self._replayed(rows, length, device)
             retries = found.verdict(device) == DOES_NOT_FIT and runs_with_retries(
@@ -254,7 +252,7 @@ class TracedRun:
     def _replayed(self, rows: int, length: int, device: DeviceLimits) -> Peak:
         """The same without what depends on how much memory there is. Each size is replayed once: that takes
         a tenth of a second."""
-        size = (rows, length, device.as_replayed, self.direct)
+        size = (rows, length, device.as_replayed, self.direct, self.searches)
         if size not in self._replays:
             step = self._step(rows, length)
             tell(f"replaying the allocations of {counted(rows, 'row')}")
@@ -264,7 +262,7 @@ class TracedRun:
 
     def _before(self, rows: int, length: int) -> StartUp:
         """What precedes a step."""
-        if self._searches:
+        if self.searches:
             return self._beginning
         alike = rows if self._is_traced(rows) else 0, length
         if alike not in self._beginnings:
