@@ -83,8 +83,8 @@ GPU](planning.md).
   more than the memory, that is arithmetic, and nothing was traced. With a
   star: one row may run if torch's allocator returns memory in the middle of a step (allocation retries).
 - All with activation checkpointing, bf16 weights (QLoRA: NF4), AdamW, and one micro-batch in a step; nothing
-  is compiled. No search precedes: memory is in fewer pieces after one, and a row more or less may fit.
-  Several GPUs are FSDP2. Adapters have the rank of torchtune's config, which differs by model.
+  is compiled, and no size is searched for first: after a search memory is in fewer pieces, and a row more or
+  less may fit. Several GPUs are FSDP2. Adapters have the rank of torchtune's config, which differs by model.
 """
 _COMMANDS = """## The commands
 

@@ -115,8 +115,8 @@ def _largest_text(found: Prediction) -> str:
 
 def _cautions(plan: PlanRequest, found: Prediction) -> list[str]:
     """Lines about sizes of which only a trial can tell whether they fit."""
-    named = sorted((peak.rows, peak) for peak in _of_interest(found))
-    return cautions(plan.device, [(str(rows), peak) for rows, peak in named], "at batch_size")
+    peaks = sorted(_of_interest(found), key=lambda peak: peak.rows)
+    return cautions(plan.device, [(str(peak.rows), peak) for peak in peaks], "at batch_size")
 
 
 def _of_interest(found: Prediction) -> list[Peak]:

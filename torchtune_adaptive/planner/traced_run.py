@@ -162,7 +162,7 @@ class TracedRun:
 
     def after_search(self) -> TracedRun:
         """The same run if it searches before it trains."""
-        other = copy(self)
+        other = copy(self)  # which shares what has been traced and replayed
         other.searches = True
         return other
 

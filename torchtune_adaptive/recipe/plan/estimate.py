@@ -46,7 +46,7 @@ def estimated(plan: PlanRequest, rows: int | None = None) -> Peak | None:
     if decoder is None or how is None:
         return None
     rows = rows or asked.batch(plan.ranks).micro_batch
-    searches = asked.settings.adapts
+    searches = asked.settings.tries_sizes
     return estimate.estimate(decoder, how, rows, plan.length, plan.device, searches)
 
 

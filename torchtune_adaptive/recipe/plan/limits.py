@@ -79,7 +79,7 @@ def largest_adapter_rank(query: Query) -> int:
         traces = replace(query, asked=replace(asked, cfg=changed)).traces()
         start_up, step = traces.start_up(query.length), traces.step(query.rows, query.length)
         traces.remember()
-        if not asked.settings.adapts:
+        if not asked.settings.tries_sizes:
             start_up = start_up.without_search(step)
         found = peak(start_up, step, query.rows, query.length, query.device)
         return found.reserved <= query.device.usable_bytes

@@ -61,7 +61,7 @@ class Query:
 
     def run(self, traces: Traces, any_length: bool = False) -> TracedRun:
         """The config's run, whose peaks follow from the traces."""
-        searches = self.asked.settings.adapts  # all of these try sizes before they train
+        searches = self.asked.settings.tries_sizes
         return TracedRun(traces, self.length, any_length, searches=searches)
 
 

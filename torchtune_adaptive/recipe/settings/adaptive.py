@@ -270,6 +270,11 @@ class AdaptiveSettings:
         )
 
     @property
+    def tries_sizes(self) -> bool:
+        """Whether the run tries sizes before it trains: one that decides about its batch does."""
+        return self.adapts
+
+    @property
     def survives(self) -> bool:
         """Whether ranks must stay together when one of them runs out of memory."""
         return self.adapts or self.shrinks
