@@ -108,7 +108,7 @@ def test_a_search_is_told_where_compiled_steps_are_not_followed(
 def predicted_for_a_search() -> tuple[Answer, list[str], int]:
     """A prediction for a compiled run that searches; and what reaches the process that trains."""
     asked = Asked.of(on_a_gpu(True)).resolved()
-    worker = Worker(PeakAnswers, asked, 1)
+    worker = Worker(PeakAnswers, asked, 1, False)  # no GPU older than Ampere
     try:
         found = worker.ask(TWENTY_ROWS, 550.0)
     finally:
