@@ -113,6 +113,22 @@ CASES: dict[str, dict[str, Any]] = {  # those of Liger last: it replaces functio
             ("DPO with QLoRA", DPO),
         )
     },
+    "SFT with DDP": {**SFT, "ranks": 2},
+    "SFT with DDP and adapters": {**SFT, **HALF, "lora": True, "ranks": 2},
+    "Trainer with DDP and accumulation": {
+        **PLAIN,
+        **HALF,
+        "ranks": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+    },
+    "Trainer with DDP whose optimizer takes most": {
+        **PLAIN,
+        "bf16": False,
+        "optim": "adamw_torch",
+        "ranks": 2,
+        "per_device_train_batch_size": 1,
+    },
     "Trainer with 32-bit moments": {**PLAIN, "bf16": False, "optim": "paged_adamw_32bit"},
     "Trainer with experts": {**PLAIN, **MOE, **EVEN, "bf16": False},
     "Trainer with experts at worst": {**PLAIN, **MOE, **WORST, "bf16": False},
@@ -334,7 +350,8 @@ def measured(case: dict[str, Any]) -> int:
     in_fp16 = arguments.pop("fp16", False)
     arguments |= {"bf16": case.get("bf16", True), "max_steps": 3, "use_cpu": True}
     arguments |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-    if arguments.pop("ranks", 1) > 1:
+    arguments.pop("ranks", 1)  # the launcher starts them
+    if case.get("fsdp"):
         layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
         arguments["fsdp_config"] = {"fsdp_version": 2, "reshard_after_forward": True, **layers}
     more: dict[str, Any] = {}

@@ -28,7 +28,14 @@ def test_nine_of_ten_are_as_near_to_traces_as_is_said() -> None:
     assert len(near) > 180 and sum(near) >= 0.9 * len(near)
 
 
-@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"lora": True, "padded": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "bfloat16"},
+        {"lora": True, "padded": True},
+        {"dtype": "bfloat16", "ranks": 2, "gradient_accumulation_steps": 3},  # DDP
+    ],
+)
 def test_an_estimate_is_near_to_a_trace(settings: dict[str, Any], tmp_path: Path) -> None:
     shape = {**COMPARED["MODELS"]["Llama-3.2-1B"], "num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(shape))

@@ -141,6 +141,7 @@ def test_buckets_of_gradients_need_all_layers(tmp_path: Path) -> None:
 FIRST_STEPS: dict[str, dict[str, Any]] = {
     **{name: STEPS[name] for name in ("full", "Trainer", "FSDP", "LoRA", "QLoRA", "accumulation")},
     "8 bits": {"optim": "adamw_8bit"},
+    "DDP": {"ranks": 2, "gradient_accumulation_steps": 3},
 }
 
 

@@ -74,6 +74,16 @@ def test_pairs_have_the_tokens_of_both_and_a_reference(speed: Callable[..., Spee
     assert flops(pairs) > 1.3 * flops(rows)
 
 
+def test_ddp_reduces_gradients_in_the_last_micro_batch(speed: Callable[..., Speed]) -> None:
+    def of_one_between(ranks: int) -> float:
+        few, many = (speed(ranks=ranks, gradient_accumulation_steps=n).seconds for n in (3, 9))
+        return (many - few) / 6
+
+    assert of_one_between(2) == pytest.approx(of_one_between(1), rel=0.01)
+    reduced, alone = (speed(ranks=ranks, gradient_accumulation_steps=3) for ranks in (2, 1))
+    assert reduced.seconds > alone.seconds
+
+
 def test_what_is_told_about_the_machine_changes_the_speed(speed: Callable[..., Speed]) -> None:
     usual, slower = speed(), speed(machine=Machine(power=350))
     assert slower.seconds > usual.seconds and flops(slower) == pytest.approx(flops(usual))

@@ -260,6 +260,20 @@ def test_further_micro_batches_take_as_long_as_the_second() -> None:
     assert gaps == pytest.approx([2 * seconds(gemm(4096), A100, 1, False)] * 7)
 
 
+def test_the_last_micro_batch_comes_once() -> None:
+    """With DDP, it reduces gradients; the others do not."""
+    first, between, last = [moved(8e9)], [moved(8e9), gemm(8192)], [gemm(8192), gathered(8e9, 0)]
+
+    def seconds_of(kinds: list[list[Operation]], number: int) -> float:
+        return step_time(StepOperations(kinds, []), FAST_HOST, 8, number).seconds
+
+    three = seconds_of([first, between, last], 3)
+    assert seconds_of([first, last], 2) == pytest.approx(three - took(*between))
+    assert seconds_of([first, between, last], 10) == pytest.approx(three + 7 * took(*between))
+    flops = step_time(StepOperations([first, between, last], []), FAST_HOST, 8, 10).model_flops
+    assert flops == 9 * gemm(8192).flops
+
+
 def test_repetitions_are_time_but_not_model_flops() -> None:
     plain = StepOperations([[gemm(4096)] * 3], [])
     repeated = StepOperations([[*[gemm(4096)] * 3, gemm(4096, repeats=1)]], [])

@@ -26,7 +26,7 @@ from torchtune_adaptive.library.experts import Routing
 from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
 from torchtune_adaptive.library.search import CheckedBatch
 from torchtune_adaptive.library.step_choices import EVEN
-from torchtune_adaptive.library.step_questions import StepQuestion
+from torchtune_adaptive.library.step_questions import TRACED_MICRO_BATCHES, StepQuestion
 from torchtune_adaptive.library.summed_loss import SummedLoss
 from torchtune_adaptive.planner import AnyDepth, RecordedStep, StartUp, StepTracer, fill
 
@@ -85,7 +85,6 @@ class ModelTracer(StepTracer):
         if not self.recorder.simulated:
             _refuse_autocast()
         self._batch = CheckedBatch(question.worst_case)
-        self._accumulation = min(question.asked.micro_batches, 2)  # later ones are like the second
         model = self._built(question.build)
         shorten(model)
         self.routing = Routing(routing, model)
@@ -101,9 +100,14 @@ class ModelTracer(StepTracer):
                 device=self.device,
                 memory=self.memory,
                 ranks=self.ranks,
-                options=StepOptions(clip_grad_norm=question.max_grad_norm),
+                options=StepOptions(
+                    clip_grad_norm=question.max_grad_norm,
+                    gradients_in_buckets=not question.by_trainer,
+                ),
             )
             self.recorder.relabel(step.buckets, self.recorder.GRADIENTS)
+        kinds = TRACED_MICRO_BATCHES if step.buckets else 2  # FSDP's last is like those between
+        self._accumulation = min(question.asked.micro_batches, kinds)
         if step.buckets:
             self.needs_all_layers = "buckets of gradients do not end where layers do"
         self.begin(step, [model])

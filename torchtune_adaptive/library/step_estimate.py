@@ -122,14 +122,14 @@ class _Moments:
     def peak(self) -> float:
         """The most bytes that are allocated; with FSDP, that are held for each stream."""
         step, kept, layer, gradients = self._step, self._kept, self._in_layer, self._gradients
-        buckets = step.ranks > 1 and not step.fsdp  # of DDP, which are there before gradients are
-        before = gradients if step.gradient_accumulation_steps > 1 or buckets else 0.0
+        before = gradients if step.gradient_accumulation_steps > 1 else 0.0
         of_head = self._of_numbers(self._model.table) if self._trains_all else 0.0
         if step.fsdp:  # what other streams allocate stays theirs: gradients, and what is gathered
             apart = gradients + 2 * _HALF * self._model.table
             return self._always + apart + kept + max(self._head, layer)
+        always = self._always + (gradients if step.ranks > 1 else 0.0)  # DDP's buckets
         tied = self._trains_all and self._model.tied
-        return self._always + max(
+        return always + max(
             before + kept + self._head,
             max(before, of_head) + kept + layer,
             gradients + kept / self._model.layers + layer,

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 ANY_LENGTH = 1
 """Length that stands for rows as long as ``worst_case`` makes them."""
 
+TRACED_MICRO_BATCHES = 3
+"""The most micro-batches of a step that are traced: the first, which finds no gradients; one between,
+which is like all others there; and the last, in which DDP reduces gradients."""
+
 
 @dataclass(frozen=True)
 class StepQuestion:
@@ -44,6 +48,8 @@ class StepQuestion:
     """The rows from which on each more takes as much memory as the one before."""
     searches: bool = True
     """Whether the run searches for a size before it trains."""
+    by_trainer: bool = False
+    """Whether a trainer takes the steps, without this package: gradients then lie beside DDP's buckets."""
     facts: Mapping[str, Any] | None = None
     """What its traced steps depend on, by which they are remembered; None if not all of it is known."""
     cache: bool | str = False

@@ -35,7 +35,11 @@ from torchtune_adaptive.library.step_choices import (
     TILE_TOKENS,
     about_optimizer,
 )
-from torchtune_adaptive.library.step_questions import StepQuestion, step_question
+from torchtune_adaptive.library.step_questions import (
+    TRACED_MICRO_BATCHES,
+    StepQuestion,
+    step_question,
+)
 
 if TYPE_CHECKING:
     from torchtune_adaptive.library.transformers_model import StepModel
@@ -307,7 +311,13 @@ class TransformersStep:
         asked = replace(question.asked, device=device, pace=pace)
         facts = self._facts(asked)
         return replace(
-            question, asked=asked, least=self._least(), searches=False, facts=facts, cache=cache
+            question,
+            asked=asked,
+            least=self._least(),
+            searches=False,
+            by_trainer=True,
+            facts=facts,
+            cache=cache,
         )
 
     def _pace(self, pace: Pace | None) -> Pace | None:
@@ -340,7 +350,7 @@ class TransformersStep:
             "step": kind.__name__,
             "settings": settings,
             "derived": self._derived(),
-            "micro-batches": min(self.gradient_accumulation_steps, 2),
+            "micro-batches": min(self.gradient_accumulation_steps, TRACED_MICRO_BATCHES),
             "config": config,
             "on a GPU": asked.device.caching,
             "before Ampere": asked.device.before_ampere,
@@ -406,7 +416,7 @@ class TransformersStep:
             how = (
                 "FSDP2 as accelerate 1.15 wraps it"
                 if self.fsdp
-                else "DDP, with gradients in buckets"
+                else "DDP, with buckets besides the gradients"
             )
             lines.append(f"ranks: {how}")
         if self.in_one_row:

@@ -50,8 +50,8 @@ class Buckets:
         """Those of a wrapper, which are made the first time."""
         parameters = [p for p in wrapped.parameters() if p.requires_grad]
         present = private.reduces_instead(wrapped)
-        if isinstance(present, cls):
-            if [*map(id, present.parameters)] == [*map(id, parameters)]:
+        if isinstance(present, Buckets):
+            if type(present) is cls and [*map(id, present.parameters)] == [*map(id, parameters)]:
                 return present
             _remove(present.hooks)
         return cls(wrapped, parameters)
@@ -68,17 +68,20 @@ class Buckets:
         self._wrapped = weakref.ref(wrapped)  # which refers to this
         self._fills = wrapped.find_unused_parameters
         members = _divided(parameters, wrapped.bucket_bytes_cap)
-        self._members = members
+        self.members = members
+        """The places of the parameters in each bucket."""
         self._bucket_of = {place: n for n, places in enumerate(members) for place in places}
         self.tensors = [_flat(self._in_bucket(number)) for number in range(len(members))]
         """The memory of each bucket."""
-        self._views: dict[int, torch.Tensor] = {}
+        self.views: dict[int, torch.Tensor] = {}
         """The part of it that is for each parameter, by its place."""
         for number in range(len(members)):
             self._divide(number)
         self._unsure: set[int] = set()
         """Buckets that may be on their way with nobody to wait for them."""
-        self._in_step = self._last = False
+        self._in_step = False
+        self.is_last = False
+        """Whether the backward pass that runs, or ran last, is that of a step's last micro-batch."""
         self._outermost = -1
         self._nested: bool | None = (
             None  # whether backward has others in it; not known before the first
@@ -97,7 +100,7 @@ class Buckets:
         self._former = [self._renew(number) for number in self._unsure]
         self._unsure.clear()
         self.missing = []
-        self._left = [len(places) for places in self._members]
+        self._left = [len(places) for places in self.members]
         self._next = 0  # bucket to launch
 
     def all_reduce(
@@ -119,10 +122,10 @@ class Buckets:
     def _divide(self, number: int) -> None:
         """Divide a bucket's memory among its parameters."""
         views = _views(self.tensors[number], self._in_bucket(number))
-        self._views.update(zip(self._members[number], views, strict=True))
+        self.views.update(zip(self.members[number], views, strict=True))
 
     def _in_bucket(self, number: int) -> list[nn.Parameter]:
-        return [self.parameters[place] for place in self._members[number]]
+        return [self.parameters[place] for place in self.members[number]]
 
     # --- backward -----------------------------------------------------------------------------------
 
@@ -136,8 +139,8 @@ class Buckets:
             launch: function that is called for each bucket, in the last micro-batch.
             early: whether it may be called while backward goes on.
         """
-        self._in_step, self._last = True, launch is not None
-        if self._last:
+        self._in_step, self.is_last = True, launch is not None
+        if self.is_last:
             loss.register_hook(self._begin_outermost)
             self._launch = launch if early and self._nested is False else None
         try:
@@ -162,9 +165,9 @@ class Buckets:
                     "backward, wrap the model again, or accumulate gradients in no_sync()."
                 )
             return
-        if parameter.grad is not self._views[place]:
-            self._move(place)
-        if not self._last:
+        if parameter.grad is not self.views[place]:
+            self.fill(place)
+        if not self.is_last:
             return
         if private.backward_running() != self._outermost:
             # In a backward within this one, as of reentrant checkpointing: there may be more to come.
@@ -179,9 +182,9 @@ class Buckets:
             while self._next < len(self._left) and not self._left[self._next]:
                 self._launch_next(self._launch)
 
-    def _move(self, place: int) -> None:
+    def fill(self, place: int) -> None:
         """Move a gradient into its bucket."""
-        parameter, view = self.parameters[place], self._views[place]
+        parameter, view = self.parameters[place], self.views[place]
         assert parameter.grad is not None
         view.copy_(parameter.grad)
         parameter.grad = view
@@ -193,20 +196,20 @@ class Buckets:
     @torch.no_grad()
     def complete(self, launch: Launch) -> None:
         """Launch the buckets that are not launched yet, after backward."""
-        while self._next < len(self._members):
-            for place in self._members[self._next]:
+        while self._next < len(self.members):
+            for place in self.members[self._next]:
                 self._settle(place)
             self._launch_next(launch)
 
     def _settle(self, place: int) -> None:
-        parameter, view = self.parameters[place], self._views[place]
+        parameter, view = self.parameters[place], self.views[place]
         if parameter.grad is None:
             self.missing.append(place)
             view.zero_()
             if self._fills:
                 parameter.grad = view
         elif parameter.grad is not view:
-            self._move(place)
+            self.fill(place)
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

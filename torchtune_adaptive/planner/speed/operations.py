@@ -58,12 +58,19 @@ class StepOperations(NamedTuple):
     """The operations of one step in order."""
 
     micro_batches: list[list[Operation]]
-    """Operations of each one's forward and backward pass. All but the first are alike."""
+    """Operations of each one's forward and backward pass: of the first, of those between if they are unlike
+    the last, and of the last."""
     update: list[Operation]
     """Operations of clipping and the optimizer."""
 
     def parts(self) -> list[list[Operation]]:
         return [*self.micro_batches, self.update]
+
+    def of_micro_batches(self, number: int) -> list[list[Operation]]:
+        """The operations of each micro-batch in a step that has so many."""
+        first, last = self.micro_batches[0], self.micro_batches[-1]
+        between = self.micro_batches[1:2] or [first]
+        return [first, *between * (number - 2), last][:number]
 
     @property
     def dtype(self) -> str:

@@ -77,15 +77,17 @@ class _Clock:
 def step_time(
     step: StepOperations, speeds: Speeds, ranks: int, micro_batches: int, compiled: bool = False
 ) -> StepTime:
-    """The time of one of many steps with so many micro-batches; ``step`` has one of them, or two."""
-    parts = [step.micro_batches[min(n, len(step.micro_batches) - 1)] for n in range(micro_batches)]
-    few = parts[:3]  # what a further micro-batch takes is the difference of three to two
+    """The time of one of many steps with so many micro-batches; ``step`` has one of them, or up to three."""
+    parts = step.of_micro_batches(micro_batches)
+    few = step.of_micro_batches(min(3, micro_batches))
     clock = _Clock()
     cost = _Costs(speeds, ranks, compiled, chooses_operations(parts[-1]))
     _play([*few, step.update], clock, cost)  # so that the step that counts begins as most do
     time = _played([*few, step.update], clock, cost)
     if further := micro_batches - len(few):
-        time = _extended(time, _played([*few[:-1], step.update], clock, cost), further)
+        # What a further micro-batch takes is the difference of three to two.
+        two = step.of_micro_batches(2)
+        time = _extended(time, _played([*two, step.update], clock, cost), further)
     flops = sum(one.flops for part in (*parts, step.update) for one in part if not one.repeats)
     return replace(time, model_flops=flops)
 
