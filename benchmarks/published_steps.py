@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import Optimizer
 
 from torchtune_adaptive.library.step_choices import PLAIN
-from torchtune_adaptive.library.transformers_model import Batch, StepModel
+from torchtune_adaptive.library.transformers_model import Batch, StepModel, prepared_of
 from torchtune_adaptive.library.transformers_step import TransformersStep
+from torchtune_adaptive.planner.trace import fake_device
 
 
 def _shapes(kind: str, vocabulary: int, *shape: int, tied: bool, **more: Any) -> dict[str, Any]:
@@ -45,6 +48,7 @@ MODELS = {
     "llama-160m": _shapes("llama", 32000, 768, 3072, 12, 12, 12, tied=False),
     "Qwen2.5-0.5B": _shapes("qwen2", 151936, 896, 4864, 24, 14, 2, tied=True),
     "Qwen2.5-1.5B": _shapes("qwen2", 151936, 1536, 8960, 28, 12, 2, tied=True),
+    "Qwen3-0.6B": _shapes("qwen3", 151936, 1024, 3072, 28, 16, 8, tied=True, head_dim=128),
     "gemma-2-2b": _shapes("gemma2", 256000, 2304, 9216, 26, 8, 4, tied=True, head_dim=256),
 }
 """The models, with the shapes that their own configs have; what else those have takes no memory."""
@@ -90,23 +94,50 @@ def _with_all_heads(
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLoop(TransformersStep):
-    """A loop without a trainer, in which ``out = model(...)`` keeps all logits through backward."""
+    """A loop without a trainer."""
 
     trainer: str = PLAIN
     bf16: bool | None = False
     max_grad_norm: float = 0.0
     optim: str = "adamw_torch"
     attention: str = "sdpa"
-    """``eager``, or ``sdpa`` with a kernel that wants all heads."""
+    """``eager``, ``sdpa`` with a kernel that wants all heads, or ``grouped``, as plans have it."""
+    keeps_output: str = "backward"
+    """Until when ``out = model(...)`` keeps all logits: the end of ``backward``, or of the ``step``; empty if
+    the loop keeps only the loss."""
+    waits_for_each_step: bool = False
+    """Whether the host waits for the device where a step ends, as loops do that time their steps."""
+    half_adapters: bool = False
+    """Whether adapters are cast to bfloat16."""
+
+    @property
+    def adapters_are_half(self) -> bool:
+        return self.half_adapters or super().adapters_are_half
 
     def model(self) -> StepModel:
         return _ModelOfOwnLoop(self)
 
 
+_KEPT: list[torch.Tensor] = []
+"""The logits that a loop keeps until its step ends."""
+
+
 class _ModelOfOwnLoop(StepModel):
+    def optimizer(self, parameters: Iterator[nn.Parameter]) -> Optimizer:
+        made = super().optimizer(parameters)
+        made.register_step_post_hook(lambda *_: self._end_step())
+        return made
+
+    def _end_step(self) -> None:
+        _KEPT.clear()
+        if self.step.waits_for_each_step:
+            fake_device.current_stream().synchronize()
+
     def made(self) -> Any:
         from transformers import AttentionInterface, AttentionMaskInterface
 
+        if self.step.attention == "grouped":
+            return super().made()
         model = self.from_config()
         name = "eager"
         if self.step.attention == "sdpa":
@@ -117,7 +148,14 @@ class _ModelOfOwnLoop(StepModel):
         return model
 
     def forward(self, built: nn.Module, batch: Batch) -> torch.Tensor:
-        model: Any = built.model
+        model: Any = prepared_of(built).model
+        if self.step.keeps_output != "backward":
+            with self.mixed_precision():
+                found = model(input_ids=batch["input_ids"], labels=batch["labels"], use_cache=False)
+            if self.step.keeps_output:
+                _KEPT.append(found.logits.detach())
+            own_loss: torch.Tensor = found.loss
+            return own_loss
         held: list[torch.Tensor] = []
 
         def hold(_: nn.Module, __: Any, output: torch.Tensor) -> Any:

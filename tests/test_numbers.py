@@ -48,7 +48,7 @@ from torchtune_adaptive.planner.memory.estimate import ERROR
 from torchtune_adaptive.planner.memory.gpus import COMMUNICATION, CONTEXT, GIB, GPUS, MIB
 from torchtune_adaptive.planner.memory.peak import FRAGMENTATION
 from torchtune_adaptive.planner.memory.planned import ERROR_BAND
-from torchtune_adaptive.planner.speed.devices import PCIE
+from torchtune_adaptive.planner.speed.devices import OF_FSDP, OF_FSDP_PARAMETER, PCIE
 from torchtune_adaptive.planner.speed.speed import (
     COMPILED_BAND,
     EAGER_BAND,
@@ -133,6 +133,9 @@ PUBLISHED_SPEEDS = (
 PUBLISHED = (
     r"(\d+) peaks: half are within ([\d.]+) %.*? the worst is off by ([\d.]+) %.*? "
     r"all (\d+) are within ([\d.]+) %.*? all (\d+) are within"
+)
+PUBLISHED_4090 = (
+    r"of (\d+) peaks: (\d+) are within ([\d.]+) %.*? Seconds of a step: half are within ([\d.]+) %"
 )
 
 
@@ -476,6 +479,28 @@ CLAIMS = [
         "docs/planning.md",
         r"Of (\d+) published runs of `Trainer` that fit, half are \[within ([\d.]+) %\]\S+, and (\d+) in",
         lambda: said("published_speeds.md", PUBLISHED_SPEEDS),
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"as long as (\d+) launches, in each layer of 9 parameters",
+        lambda: re.findall(
+            r"full: .* as long as (\d+) launches", blocks("fsdp_host.md", "LoRA")[0]
+        ),
+    ),
+    Claim(
+        "docs/results/fsdp_host.md",
+        r"Plans count (\d+) launches and ([\d.]+),",
+        lambda: map(str, (OF_FSDP, OF_FSDP_PARAMETER)),
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"(\d+) of (\d+) peaks of tensors are within ([\d.]+) %; half of the seconds are within ([\d.]+) %",
+        lambda: [said("published_4090.md", PUBLISHED_4090)[n] for n in (1, 0, 2, 3)],
+    ),
+    Claim(
+        "docs/planning.md",
+        r"Of (\d+) steps of a loop on one and two RTX 4090, some with DDP, half are \[within ([\d.]+) %\]",
+        lambda: said("published_4090.md", PUBLISHED_4090)[::3],
     ),
     Claim(
         "docs/results/README.md",

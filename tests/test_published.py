@@ -22,6 +22,14 @@ def test_the_page_of_throughputs_is_made_from_the_result() -> None:
     assert file.with_suffix(".md").read_text() == made
 
 
+def test_the_page_of_steps_on_rtx_4090_is_made_from_the_result() -> None:
+    script = benchmark("published_4090")
+    file = script["RESULT"]
+    made = script["page"](json.loads(file.read_text()), script["NUMBERS"])
+    assert file.with_suffix(".md").read_text() == made
+    assert [run.name for run in script["RUNS"]] == [*script["NUMBERS"]]
+
+
 def test_the_parts_of_a_step_follow_from_two_sizes() -> None:
     page = benchmark("published_speeds_page")
 

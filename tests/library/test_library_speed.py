@@ -94,6 +94,10 @@ def built(shape: str) -> nn.Module:
     return sharded(build(dtype=torch.float32), mp_policy=policy)
 
 
+def in_buckets(megabytes: float) -> nn.Module:
+    return DistributedDataParallel(build(), broadcast_buffers=False, bucket_cap_mb=megabytes)
+
+
 def sharded(model: Any, **options: Any) -> nn.Module:
     for layer in model.layers:
         fully_shard(layer, **options)
@@ -110,6 +114,16 @@ def test_every_way_to_spread_a_model_has_a_speed(shape: str, ranks: int) -> None
     assert found.speed is not None
     assert found.speed.rows_per_second_per_gpu == found.speed.tokens_per_second_per_gpu / LENGTH
     assert found.speed.parts["collective"] > 0
+
+
+def test_backward_hides_the_reductions_of_replicas() -> None:
+    """All but the last, which is all that waits if there is only one."""
+    waiting = []
+    for megabytes in (0.05, 1000):
+        speed = planned(partial(in_buckets, megabytes), 8, accumulation=1).speed
+        assert speed is not None
+        waiting.append(speed.seconds * speed.parts["collective"])
+    assert 0 < waiting[0] < 1.5 * waiting[1]
 
 
 @pytest.mark.exhaustive

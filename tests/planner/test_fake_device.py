@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.ranks import run_ranks
+from torchtune_adaptive.planner.speed.operations import COLLECTIVE, RECORD, WAIT
 from torchtune_adaptive.planner.trace import fake_device, kernels
+from torchtune_adaptive.planner.trace.async_reductions import AsyncReductions
 from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
 
 OPERATIONS = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
@@ -87,3 +90,27 @@ def softmax_passes() -> None:
             of_input = leaf.nbytes if not converts else wide
             assert sorted(allocated()) == sorted([wide, of_input] + [leaf.nbytes] * converts), dtype
             assert leaf.grad is not None and leaf.grad.dtype == dtype
+
+
+def test_asynchronous_reductions_run_beside_what_follows() -> None:
+    heard: list[tuple[str, int, int]] = []
+
+    class Listener:
+        def synchronize(self, *told: Any) -> None:
+            heard.append(told)
+
+    def all_reduce(*_: Any, **__: Any) -> None:
+        heard.append((COLLECTIVE, fake_device.current_stream().number, 0))
+
+    launch = AsyncReductions().instead_of(all_reduce)
+    with fake_device.numbering_streams(count(1)), fake_device.heard_by(Listener()):  # type: ignore[arg-type]
+        first, second = (launch(torch.ones(1), async_op=True) for _ in range(2))
+        assert launch(torch.ones(1)) is None
+        assert second.wait() and first.wait()
+    events = [event for kind, _, event in heard if kind == RECORD]
+    assert heard == [
+        *((RECORD, 0, events[0]), (WAIT, 1, events[0]), (COLLECTIVE, 1, 0), (RECORD, 1, events[1])),
+        *((RECORD, 0, events[2]), (WAIT, 1, events[2]), (COLLECTIVE, 1, 0), (RECORD, 1, events[3])),
+        (COLLECTIVE, 0, 0),
+        *((WAIT, 0, events[3]), (WAIT, 0, events[1])),
+    ]

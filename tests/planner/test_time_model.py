@@ -13,16 +13,18 @@ import pytest
 
 from tests.helpers.speeds import RESULTS, once_blind
 from torchtune_adaptive.planner.memory.gpus import GPUS
-from torchtune_adaptive.planner.speed import devices
+from torchtune_adaptive.planner.speed import devices, kernels
 from torchtune_adaptive.planner.speed.devices import SPEEDS, with_power
 from torchtune_adaptive.planner.speed.operations import (
     ATTENTION,
     COLLECTIVE,
     COPY,
+    GATHERS,
     GEMM,
     HOST_WAIT,
     MEMORY,
     RECORD,
+    REDUCES,
     WAIT,
     DifferentOperations,
     Operation,
@@ -110,7 +112,6 @@ def test_collectives_grow_with_ranks_and_nodes() -> None:
     within, across = (short._replace(shape=(8, distance)) for distance in (1, 8))
     assert seconds(within, A100, 64, False) == few  # the group's size counts, not all ranks
     assert seconds(across, A100, 64, False) > 3 * few  # each rank of the group in another node
-    assert SPEEDS["rtx4090-24gb"].links < SPEEDS["a6000-48gb"].links  # no peer-to-peer
 
 
 def test_a_collective_takes_from_what_runs_beside_it() -> None:
@@ -155,6 +156,13 @@ def share_of_bandwidth(gpu: str, name: str, columns: int = 0, nbytes: float = 1e
     operation = moved(nbytes, name=name, shape=shape)
     speeds = SPEEDS[gpu]
     return nbytes / seconds(operation, speeds, 1, False) / speeds.bandwidth
+
+
+def test_what_the_cache_holds_moves_faster() -> None:
+    for gpu, large in (("a100-80gb", 30e6), ("rtx4090-24gb", 50e6)):
+        shares = [share_of_bandwidth(gpu, "add", nbytes=nbytes) for nbytes in (large / 2, large)]
+        assert shares == pytest.approx([devices.STREAMING / kernels.CACHED, devices.STREAMING])
+    assert all(speeds.cache > 0 for speeds in SPEEDS.values())
 
 
 def test_memory_bound_kernels_reach_what_their_structure_allows() -> None:
@@ -221,6 +229,36 @@ def test_a_step_of_many_short_kernels_waits_for_launches() -> None:
         step_time(StepOperations([fused], []), A100, 1, 1, compiled=True).seconds
         < 0.01 * time.seconds
     )
+
+
+def test_compiled_steps_are_launched_sooner_and_repeated_layers_later() -> None:
+    short, many = moved(8), 1000
+    step = StepOperations([[short] * many], [])
+    compiled = step_time(step, A100, 1, 1, compiled=True).seconds
+    assert compiled == pytest.approx(many * A100.compiled_launch, rel=0.01)
+    eager = step_time(step, A100, 1, 1).seconds
+    repeated = StepOperations(
+        [[*[short] * many, gemm(8, 8, 8, repeats=1), gemm(8, 8, 8, repeats=2)]], []
+    )
+    later = step_time(repeated, A100, 1, 1).seconds - eager
+    assert later == pytest.approx(2 * (devices.REPEATING + A100.launch), rel=0.01)
+
+
+def test_the_host_takes_its_time_for_the_hooks_of_fsdp() -> None:
+    short = [moved(8)] * 10
+    alone, *others = (
+        step_time(StepOperations([[*short, *more]], []), A100, 1, 1).seconds / A100.launch
+        for more in (
+            [],
+            [moved(8, name=GATHERS, shape=(9,))],
+            [moved(8, name=REDUCES, shape=(9,))],
+            [moved(8, name=GATHERS, shape=(10,))],
+        )
+    )
+    gathered, reduced, wider = (launches - alone for launches in others)
+    hooks = 1 + devices.OF_FSDP + 9 * devices.OF_FSDP_PARAMETER
+    assert gathered == reduced == pytest.approx(hooks, rel=0.01)
+    assert wider - gathered == pytest.approx(devices.OF_FSDP_PARAMETER, rel=0.01)
 
 
 def test_the_host_waits_where_the_step_makes_it() -> None:

@@ -14,11 +14,12 @@ from torchtune_adaptive.planner.speed.operations import Operation
 LATENCY = 0.6e-6
 """Seconds from a read to its data while the memory is busy; idle, microbenchmarks give 0.3 to 0.5 us on A100
 and H100. What a multiprocessor has under way, divided by this, is the most that it can read."""
-CACHE = 40e6
-"""Bytes of the L2 cache (A100; 50 MB on H100), in which rows wait that are read again."""
 CACHED = 0.4
 """What it takes to read from the L2 cache, as a share of what memory takes: 2.5 times the bandwidth in
 microbenchmarks of A100 and H100."""
+LEFT_IN_CACHE = 2 / 3
+"""Share of the L2 cache up to which what an operation moves is there, because the one before it has just
+written it (assumption)."""
 ISSUED = 0.8
 """Share of the arithmetic units that such kernels keep busy (assumption)."""
 READ_ONCE = 1024
@@ -72,7 +73,7 @@ def seconds(operation: Operation, speeds: Speeds) -> float:
     kernel = _KERNELS.get(operation.name, STREAMED)
     if operation.name == "sum" and operation.shape:
         kernel = _COLUMN_SUM
-    bandwidth = speeds.bandwidth * STREAMING
+    bandwidth = bandwidth_for(operation.nbytes, speeds)
     if kernel.under_way:
         bandwidth = min(bandwidth, speeds.processors * kernel.under_way / LATENCY)
     size = _ITEM_SIZES.get(operation.dtype, 2)
@@ -85,10 +86,16 @@ def seconds(operation: Operation, speeds: Speeds) -> float:
     return time
 
 
+def bandwidth_for(nbytes: float, speeds: Speeds) -> float:
+    """Bytes/s at which an operation moves so many: those of the memory, or of its cache."""
+    in_cache = nbytes <= LEFT_IN_CACHE * speeds.cache
+    return speeds.bandwidth * STREAMING / (CACHED if in_cache else 1.0)
+
+
 def _reading_again(kernel: Kernel, operation: Operation, speeds: Speeds, size: int) -> float:
     again, moved = kernel.reads_again
     if not again or not operation.shape or operation.shape[1] <= READ_ONCE:
         return 0.0
     # Two blocks on each multiprocessor, with a row each.
     at_a_time = 2 * speeds.processors * operation.shape[1] * size
-    return again / moved * (CACHED if at_a_time <= CACHE else 1.0)
+    return again / moved * (CACHED if at_a_time <= speeds.cache else 1.0)

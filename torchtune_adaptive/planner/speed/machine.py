@@ -9,7 +9,7 @@ from math import ceil, sqrt
 from typing import ClassVar
 
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.planner.speed.devices import PCIE, WITHOUT_PEERS, Speeds, with_power
+from torchtune_adaptive.planner.speed.devices import PCIE, Speeds, with_power
 
 NETWORK_SHARE = 0.9
 """Share of a network's bandwidth that a collective reaches (assumption)."""
@@ -102,7 +102,6 @@ class Machine:
             return replace(speeds, links=self.links)
         if self.links != NVLINK:
             links, host = PCIE[PCIE_LINKS[self.links]]
-            links *= 1.0 if speeds.peer_to_peer else WITHOUT_PEERS
             return replace(speeds, links=links, host=host, has_nvlink=False)
         if not speeds.has_nvlink:
             reason = f"between all GPUs of a node is not known for {speeds.name}"
@@ -124,8 +123,7 @@ class Machine:
     def _about_links(self, usual: Speeds) -> str:
         if self.links is None or self.links == NVLINK:
             if not usual.has_nvlink:
-                through = "" if usual.peer_to_peer else " through the host's memory"
-                return f"PCIe{through}, an assumption"
+                return "PCIe, an assumption"
             source = "an assumption" if usual.assumed else "from nccl-tests on 8 GPUs"
             return f"NVLink or its like, {source}"
         if isinstance(self.links, str):

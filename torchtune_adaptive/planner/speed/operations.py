@@ -25,6 +25,8 @@ WAIT = "wait"
 HOST_WAIT = "host wait"
 """The host's waiting for an event, or (0) for all that its stream was given."""
 ELSEWHERE = -1
+GATHERS, REDUCES = "all_gather_copy_in", "chunk_cat"
+"""Names of the operations by which FSDP2 begins to gather parameters, and to reduce gradients."""
 SYNCHRONIZATION = (RECORD, WAIT, HOST_WAIT)
 
 
@@ -46,7 +48,7 @@ class Operation(NamedTuple):
     shape: tuple[float, ...] = ()
     """Dimensions. Of a matrix product: batch, m, n, k; of attention: heads in all rows, queries, keys,
     dimension of a head; of a norm's backward pass, a softmax, or a sum down the columns: rows, columns; of a
-    collective: ranks, and the distance between them."""
+    collective: ranks, and the distance between them; of ``GATHERS`` and ``REDUCES``: parameters."""
     repeats: int = 0
     """Layer, from 1, whose forward pass it repeats in the backward pass; ``ELSEWHERE`` if it repeats
     something outside of layers, 0 if it repeats nothing."""

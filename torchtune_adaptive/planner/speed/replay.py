@@ -18,10 +18,12 @@ from torchtune_adaptive.planner.speed.operations import (
     ATTENTION,
     COLLECTIVE,
     COPY,
+    GATHERS,
     GEMM,
     HOST_WAIT,
     MEMORY,
     RECORD,
+    REDUCES,
     SYNCHRONIZATION,
     WAIT,
     Operation,
@@ -179,10 +181,13 @@ def _wait(clock: _Clock, stream: int, until: float, kind: str) -> None:
 
 def _run(clock: _Clock, one: Operation, cost: _Costs) -> None:
     took = cost[one]
-    if not (cost.compiled and one.joins):
-        clock.host += cost.speeds.launch
     if not cost.compiled:
-        clock.host += cost.speeds.launch * _launches_to_repeat(one, clock.repeating, cost.choosing)
+        clock.host += cost.speeds.launch + _host_besides(one, clock.repeating, cost.choosing)
+    elif not one.joins:
+        clock.host += cost.speeds.compiled_launch
+    if one.name in (GATHERS, REDUCES):
+        launches = devices.OF_FSDP + devices.OF_FSDP_PARAMETER * one.shape[0]
+        clock.host += launches * cost.speeds.launch
     clock.repeating = one.repeats
     start = max(clock.streams[one.stream], clock.host)
     if one.kind == COLLECTIVE:
@@ -224,8 +229,8 @@ def _beside_collectives(
     return at + work - start
 
 
-def _launches_to_repeat(one: Operation, before: int, choosing: bool) -> float:
-    """The host's work for an operation that is repeated, besides launching it, in launches; ``before`` is the
+def _host_besides(one: Operation, before: int, choosing: bool) -> float:
+    """The host's seconds for an operation that is repeated, besides those of its launch; ``before`` is the
     layer that the operation before it repeats, ``choosing`` as ``chooses_operations`` finds it."""
     first = devices.REPEATING if one.repeats and one.repeats != before else 0.0
     both_passes = 2 * devices.CHOOSING if choosing and one.repeats > 0 else 0.0
@@ -236,13 +241,13 @@ def host_seconds_to_repeat(
     operations: Iterable[Operation], speeds: Speeds, choosing: bool
 ) -> float:
     """The host's time to repeat operations, launches included."""
-    launches, before = 0.0, 0
+    time, before = 0.0, 0
     for one in operations:
         if one.kind in SYNCHRONIZATION:
             continue
-        launches += bool(one.repeats) + _launches_to_repeat(one, before, choosing)
+        time += speeds.launch * bool(one.repeats) + _host_besides(one, before, choosing)
         before = one.repeats
-    return launches * speeds.launch
+    return time
 
 
 def chooses_operations(part: Iterable[Operation]) -> bool:

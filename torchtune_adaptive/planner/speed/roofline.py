@@ -40,7 +40,7 @@ def seconds(operation: Operation, speeds: Speeds, ranks: int, compiled: bool) ->
     if operation.kind == MEMORY and not (compiled or speeds.is_host):
         return max(kernels.seconds(operation, speeds), speeds.kernel)
     nbytes = operation.fused_bytes if compiled else operation.nbytes
-    time = nbytes / (speeds.bandwidth * devices.STREAMING)
+    time = nbytes / kernels.bandwidth_for(nbytes, speeds)
     if operation.flops and (peak := speeds.peak(operation.dtype)):
         time = max(time, operation.flops / (peak * _share(operation, speeds)))
     if compiled and operation.joins:

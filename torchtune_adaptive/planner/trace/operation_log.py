@@ -18,9 +18,11 @@ from torchtune_adaptive.planner.speed.operations import (
     COLLECTIVE,
     COPY,
     ELSEWHERE,
+    GATHERS,
     GEMM,
     HOST_WAIT,
     MEMORY,
+    REDUCES,
     Operation,
     StepOperations,
 )
@@ -39,7 +41,7 @@ _LOOKUPS = frozenset(("embedding", "nll_loss_forward", "gather", "index", "index
 """Operations that read only the rows that are asked for."""
 _ONLY_WRITTEN = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_"))
 """Operations that do not read the tensor that they change."""
-_NOT_COMPILED = frozenset(("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "compiled"))
+_NOT_COMPILED = frozenset((GATHERS, "split_with_sizes_copy", REDUCES, "compiled"))
 """Memory-bound kernels that a compiled layer does not contain."""
 _SMALL = 1 << 12
 """Bytes on the host that are scalars and indices, not tensors to copy."""
@@ -168,8 +170,9 @@ class OperationLog:
                 self._note_sized(MEMORY, "clone", 2 * size, repeats=repeats)  # it reduces a copy
             self._note_sized(COLLECTIVE, signature.name, size, group, repeats)
             return
-        if signature.name == "all_gather_copy_in":  # of the output it writes only this rank's part
-            self._note_sized(MEMORY, signature.name, 2 * sum(map(_nbytes, _tensors(args[0]))))
+        if signature.name == GATHERS:  # of the output it writes only this rank's part
+            parts = _tensors(args[0])
+            self._note_sized(MEMORY, GATHERS, 2 * sum(map(_nbytes, parts)), (len(parts),))
             return
         if len(on_device) < len(given) + len(returned):
             elsewhere = [t for t in (*given, *returned) if t.device.type != self._device_type]
@@ -357,7 +360,10 @@ def _flops_of(shape: tuple[float, ...]) -> float:
 def _rows_and_columns(  # type: ignore[no-untyped-def]
     signature: _Signature, args, kwargs, given: list[torch.Tensor], returned: list[torch.Tensor]
 ) -> tuple[float, ...]:
-    """What a norm or softmax works on, and what a sum down the columns adds up; else nothing."""
+    """What a norm or softmax works on, what a sum down the columns adds up, and how many gradients FSDP
+    reduces at a time; else nothing."""
+    if signature.name == REDUCES:
+        return (len(_tensors(args[0])),)
     if not given or given[0].dim() < 2:
         return ()
     columns = given[0].shape[-1]

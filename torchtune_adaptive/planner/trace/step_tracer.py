@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,7 @@ from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.told import tell
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.alike_layers import lists_of_layers
+from torchtune_adaptive.planner.trace.async_reductions import AsyncReductions
 from torchtune_adaptive.planner.trace.compiled_regions import CompiledRegions, check_compiler
 from torchtune_adaptive.planner.trace.kernels import attention, softmax
 from torchtune_adaptive.planner.trace.known_events import KnownEvents
@@ -123,6 +125,7 @@ class StepTracer:
         fake_device.init_fake_ranks(rank, ranks)
         self._attention = partial(attention, before_ampere)
         self._streams = count(1)
+        self._async_reductions = AsyncReductions()
         self.ranks = FakeRanks(rank, ranks, holders)
         self.recorder = Recorder(self.device)
         self.memory = FakeMemory(self.recorder)
@@ -340,6 +343,7 @@ class StepTracer:
                 (F, "scaled_dot_product_attention", self._attention),
                 (F, "softmax", softmax),
                 (torch.accelerator, "current_stream", fake_device.current_stream),
+                (dist, "all_reduce", self._async_reductions.instead_of(dist.all_reduce)),
             ]
         return replacements
 
