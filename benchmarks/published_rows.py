@@ -17,7 +17,7 @@ FMS, FMS_LATER, FMS_BF16 = (
     "fms-acceleration, 18 October",
     "fms-acceleration, bf16 on one GPU, too",
 )
-FITCHECK, LATER = "fitcheck", "fitcheck, a day later"
+FITCHECK, LATER, FINAL = "fitcheck", "fitcheck, a day later", "fitcheck, its last run"
 TABLES = {
     FMS: "foundation-model-stack/fms-acceleration, scripts/benchmarks/refs: a100_80gb_granite.csv as of 1 "
     "October 2024 (commit ff14d4f) and a100_80gb_liger.csv; A100-80, transformers 4.45, PEFT 0.12, "
@@ -29,6 +29,7 @@ TABLES = {
     FITCHECK: "Anassbzdd/fitcheck, data/measurements/t4-sweep-2026-09-15.json: T4, transformers 5.17, PEFT "
     "0.20, torch 2.14, a loop of its own (scripts/measure.py); peak_allocated_mib",
     LATER: "The same, t4-phase3-2026-09-16.json: transformers 5.0, PEFT 0.19, torch 2.10",
+    FINAL: "The same, final-t4-20260921.json (commit 83aea54): transformers 5.0, PEFT 0.19, torch 2.10",
 }
 
 
@@ -240,6 +241,18 @@ _LATER = [
 FITCHECK_ROWS += [
     fitcheck(model, rows, length, attention=attention, quant=quant, table=LATER)
     for model, rows, length, attention, quant in _LATER
+]
+FITCHECK_ROWS += [
+    fitcheck(model, 1, 1024, attention=attention, quant="nf4", lora_r=16, table=FINAL)
+    for model in (
+        "Qwen2.5-7B",
+        "Mistral-7B-v0.3",
+        "deepseek-coder-1.3b",
+        "Qwen2.5-1.5B",
+        "Llama-3.2-3B",
+        "Llama-3.2-1B",
+    )
+    for attention in ("eager", "sdpa")
 ]
 
 ROWS = [*(one.row() for one in FMS_ROWS), *FITCHECK_ROWS]

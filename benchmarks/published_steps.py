@@ -41,6 +41,10 @@ MODELS = {
     "PowerLM-3b": _shapes("granite", 49152, 2304, 9216, 40, 36, 36, tied=True),
     "Meta-Llama-3-8B": _shapes("llama", 128256, 4096, 14336, 32, 32, 8, tied=False),
     "Mistral-7B-v0.1": _shapes("mistral", 32000, 4096, 14336, 32, 32, 8, tied=False),
+    "Mistral-7B-v0.3": _shapes("mistral", 32768, 4096, 14336, 32, 32, 8, tied=False),
+    "Llama-3.2-1B": _shapes("llama", 128256, 2048, 8192, 16, 32, 8, tied=True, head_dim=64),
+    "Llama-3.2-3B": _shapes("llama", 128256, 3072, 8192, 28, 24, 8, tied=True, head_dim=128),
+    "deepseek-coder-1.3b": _shapes("llama", 32256, 2048, 5504, 24, 16, 16, tied=False),
     "SmolLM2-135M": _shapes("llama", 49152, 576, 1536, 30, 9, 3, tied=True),
     "SmolLM2-360M": _shapes("llama", 49152, 960, 2560, 32, 15, 5, tied=True),
     "SmolLM2-1.7B": _shapes("llama", 49152, 2048, 8192, 24, 32, 32, tied=True),
@@ -48,6 +52,7 @@ MODELS = {
     "llama-160m": _shapes("llama", 32000, 768, 3072, 12, 12, 12, tied=False),
     "Qwen2.5-0.5B": _shapes("qwen2", 151936, 896, 4864, 24, 14, 2, tied=True),
     "Qwen2.5-1.5B": _shapes("qwen2", 151936, 1536, 8960, 28, 12, 2, tied=True),
+    "Qwen2.5-7B": _shapes("qwen2", 152064, 3584, 18944, 28, 28, 4, tied=False),
     "Qwen3-0.6B": _shapes("qwen3", 151936, 1024, 3072, 28, 16, 8, tied=True, head_dim=128),
     "gemma-2-2b": _shapes("gemma2", 256000, 2304, 9216, 26, 8, 4, tied=True, head_dim=256),
 }
