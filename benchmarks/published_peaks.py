@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from published_rows import FITCHECK, FMS, FMS_BF16, FMS_LATER, LATER
+from published_rows import FINAL, FITCHECK, FMS, FMS_BF16, FMS_LATER, LATER
 
 PEAKS: dict[str, dict[str, int]] = {
     FMS: {
@@ -124,6 +124,20 @@ PEAKS: dict[str, dict[str, int]] = {
         "TinyLlama-1.1B QLoRA r32, sdpa, checkpointed, 8 x 1024": 6_953_794_560,
         "TinyLlama-1.1B QLoRA r32, sdpa, checkpointed, 12 x 1024": 9_826_941_952,
     },
+    FINAL: {
+        "Qwen2.5-7B QLoRA r16, eager, checkpointed, 1 x 1024": 11_098_933_248,
+        "Qwen2.5-7B QLoRA r16, sdpa, checkpointed, 1 x 1024": 11_100_030_976,
+        "Mistral-7B-v0.3 QLoRA r16, eager, checkpointed, 1 x 1024": 6_491_297_792,
+        "Mistral-7B-v0.3 QLoRA r16, sdpa, checkpointed, 1 x 1024": 6_350_465_024,
+        "deepseek-coder-1.3b QLoRA r16, eager, checkpointed, 1 x 1024": 2_071_447_552,
+        "deepseek-coder-1.3b QLoRA r16, sdpa, checkpointed, 1 x 1024": 2_067_515_392,
+        "Qwen2.5-1.5B QLoRA r16, eager, checkpointed, 1 x 1024": 4_441_536_512,
+        "Qwen2.5-1.5B QLoRA r16, sdpa, checkpointed, 1 x 1024": 4_440_881_152,
+        "Llama-3.2-3B QLoRA r16, eager, checkpointed, 1 x 1024": 5_765_632_000,
+        "Llama-3.2-3B QLoRA r16, sdpa, checkpointed, 1 x 1024": 5_761_961_984,
+        "Llama-3.2-1B QLoRA r16, eager, checkpointed, 1 x 1024": 3_909_179_392,
+        "Llama-3.2-1B QLoRA r16, sdpa, checkpointed, 1 x 1024": 3_903_936_512,
+    },
 }
 
 RESERVED: dict[str, dict[str, float]] = {
@@ -193,6 +207,20 @@ RESERVED: dict[str, dict[str, float]] = {
         "SmolLM2-1.7B LoRA r32, sdpa, checkpointed, 1 x 2048": 5_398,
         "SmolLM2-1.7B QLoRA r32, eager, checkpointed, 1 x 2048": 4_820,
         "SmolLM2-1.7B QLoRA r32, sdpa, checkpointed, 1 x 2048": 3_796,
+    },
+    FINAL: {
+        "Qwen2.5-7B QLoRA r16, eager, checkpointed, 1 x 1024": 11_746,
+        "Qwen2.5-7B QLoRA r16, sdpa, checkpointed, 1 x 1024": 11_880,
+        "Mistral-7B-v0.3 QLoRA r16, eager, checkpointed, 1 x 1024": 6_740,
+        "Mistral-7B-v0.3 QLoRA r16, sdpa, checkpointed, 1 x 1024": 6_400,
+        "deepseek-coder-1.3b QLoRA r16, eager, checkpointed, 1 x 1024": 2_274,
+        "deepseek-coder-1.3b QLoRA r16, sdpa, checkpointed, 1 x 1024": 2_172,
+        "Qwen2.5-1.5B QLoRA r16, eager, checkpointed, 1 x 1024": 5_060,
+        "Qwen2.5-1.5B QLoRA r16, sdpa, checkpointed, 1 x 1024": 5_212,
+        "Llama-3.2-3B QLoRA r16, eager, checkpointed, 1 x 1024": 6_212,
+        "Llama-3.2-3B QLoRA r16, sdpa, checkpointed, 1 x 1024": 6_268,
+        "Llama-3.2-1B QLoRA r16, eager, checkpointed, 1 x 1024": 4_058,
+        "Llama-3.2-1B QLoRA r16, sdpa, checkpointed, 1 x 1024": 4_026,
     },
 }
 """What was reserved, in MiB: by torch, or, of fms-acceleration's runs, as nvidia-smi shows it, with the CUDA

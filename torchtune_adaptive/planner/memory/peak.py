@@ -30,7 +30,7 @@ FRAGMENTATION = 0.07
 """The share by which more may be reserved than predicted where memory is fragmented: on several ranks, by
 streams and blocks of many sizes (two of three published peaks were predicted 6.5 % too low, see
 ``docs/results/planner.md``), and with weights of 4 bits, by what loading leaves behind, which is not traced
-(6.1 % too low at most, see ``docs/results/published.md``)."""
+(6.5 % too low at most but in one run, 15.8 %, see ``docs/results/published.md``)."""
 
 
 @dataclass(frozen=True)
