@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from published_page import MIB
+
 from torchtune_adaptive.common import table
 
-MIB = 1 << 20
 EXPERIMENTS = {
     "08": "One RTX 4090. The loop keeps `out = model(...)`, and with it all logits, until its step ends",
     "09": "The same machine, and one with two RTX 4090; 2 or 4 rows of 512 on each. DDP has "
@@ -46,8 +47,7 @@ mended first.
 
 ## What is missed, and why
 
-- FSDP is FSDP1 here, which keeps its parameters in another way, and gathers each layer's adapters with it.
-  Plans have FSDP2.
+- FSDP is FSDP1 here, which keeps its parameters in another way. Plans have FSDP2.
 - With DDP and many micro-batches, steps are slower than predicted: we take it that the second machine's host
   decides.
 - Steps that the device decides are predicted too slow, by 10 to 21 %. Their profiles have kernels at 0.86 to

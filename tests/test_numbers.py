@@ -48,7 +48,7 @@ from torchtune_adaptive.planner.memory.estimate import ERROR
 from torchtune_adaptive.planner.memory.gpus import COMMUNICATION, CONTEXT, GIB, GPUS, MIB
 from torchtune_adaptive.planner.memory.peak import FRAGMENTATION
 from torchtune_adaptive.planner.memory.planned import ERROR_BAND
-from torchtune_adaptive.planner.speed.devices import OF_FSDP, OF_FSDP_PARAMETER, PCIE
+from torchtune_adaptive.planner.speed.devices import FSDP_COLLECTIVE, FSDP_PARAMETER, PCIE
 from torchtune_adaptive.planner.speed.speed import (
     COMPILED_BAND,
     EAGER_BAND,
@@ -492,7 +492,7 @@ CLAIMS = [
     Claim(
         "docs/results/fsdp_host.md",
         r"Plans count (\d+) launches and ([\d.]+),",
-        lambda: map(str, (OF_FSDP, OF_FSDP_PARAMETER)),
+        lambda: map(str, (FSDP_COLLECTIVE, FSDP_PARAMETER)),
     ),
     Claim(
         "docs/results/README.md",

@@ -256,9 +256,9 @@ def test_the_host_takes_its_time_for_the_hooks_of_fsdp() -> None:
         )
     )
     gathered, reduced, wider = (launches - alone for launches in others)
-    hooks = 1 + devices.OF_FSDP + 9 * devices.OF_FSDP_PARAMETER
+    hooks = 1 + devices.FSDP_COLLECTIVE + 9 * devices.FSDP_PARAMETER
     assert gathered == reduced == pytest.approx(hooks, rel=0.01)
-    assert wider - gathered == pytest.approx(devices.OF_FSDP_PARAMETER, rel=0.01)
+    assert wider - gathered == pytest.approx(devices.FSDP_PARAMETER, rel=0.01)
 
 
 def test_the_host_waits_where_the_step_makes_it() -> None:

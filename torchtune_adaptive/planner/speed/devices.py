@@ -2,7 +2,7 @@
 
 Peaks and bandwidths are those of the makers' data sheets (dense, 32-bit accumulation). Shares are
 measurements of single kernels and single collectives, with their sources below. No number is fitted to the
-throughput of a training run but that of a launch, which two runs tell that the host decides.
+throughput of a training run, but for ``LAUNCH``, which follows from two runs that the host decides.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHOOSING = 32e-6
 """Seconds of the host for each operation of a layer that is checkpointed by operation: in Python, in both
 passes."""
 
-OF_FSDP, OF_FSDP_PARAMETER = 50, 3.5
+FSDP_COLLECTIVE, FSDP_PARAMETER = 50, 3.5
 """Launches' worth of the host's time for each of FSDP's collectives, and for each parameter in it: its hooks,
 in Python (``docs/results/fsdp_host.md``)."""
 

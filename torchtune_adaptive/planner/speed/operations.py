@@ -25,9 +25,10 @@ WAIT = "wait"
 HOST_WAIT = "host wait"
 """The host's waiting for an event, or (0) for all that its stream was given."""
 ELSEWHERE = -1
+SYNCHRONIZATION = (RECORD, WAIT, HOST_WAIT)
+
 GATHERS, REDUCES = "all_gather_copy_in", "chunk_cat"
 """Names of the operations by which FSDP2 begins to gather parameters, and to reduce gradients."""
-SYNCHRONIZATION = (RECORD, WAIT, HOST_WAIT)
 
 
 class Operation(NamedTuple):

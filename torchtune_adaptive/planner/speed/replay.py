@@ -186,7 +186,7 @@ def _run(clock: _Clock, one: Operation, cost: _Costs) -> None:
     elif not one.joins:
         clock.host += cost.speeds.compiled_launch
     if one.name in (GATHERS, REDUCES):
-        launches = devices.OF_FSDP + devices.OF_FSDP_PARAMETER * one.shape[0]
+        launches = devices.FSDP_COLLECTIVE + devices.FSDP_PARAMETER * one.shape[0]
         clock.host += launches * cost.speeds.launch
     clock.repeating = one.repeats
     start = max(clock.streams[one.stream], clock.host)
