@@ -58,8 +58,10 @@ On several GPUs these runs had FSDP1, and FSDP2 is planned.
 
 - fms-acceleration: LoRA and QLoRA with fused kernels or Liger's, and GPTQ, for whose activations there is
   no model; QLoRA on two GPUs, which could not be planned then;
-  `a100_80gb_moe.csv`, which has no peak of tensors; `a100_80gb.csv`, which earlier comparisons took unseen
-  rows from.
+  `a100_80gb_moe.csv`, which has no peak of tensors, and whose rows are as long as the longest of eight in a
+  dataset whose lengths are not published; `a100_80gb.csv`, which earlier comparisons took unseen rows from.
+- models with experts: two other sources are [compared](published_experts.md), whose settings are published in
+  part.
 - fitcheck: `t4-qlora-2026-09-01.json`, the same runs as of its first session in whole MiB.
 - torchtitan's tables, with and without tensor parallelism: they have reserved memory, of a step that is
   neither of torchtune's nor of transformers'.

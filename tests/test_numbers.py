@@ -55,6 +55,7 @@ from torchtune_adaptive.planner.speed.speed import (
     MUCH_ATTENTION,
     QUANTIZED_BAND,
     SLOWEST_ATTENTION,
+    SLOWEST_EXPERTS,
     Speed,
 )
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
@@ -136,6 +137,11 @@ PUBLISHED = (
 )
 PUBLISHED_4090 = (
     r"of (\d+) peaks: (\d+) are within ([\d.]+) %.*? Seconds of a step: half are within ([\d.]+) %"
+)
+
+
+PUBLISHED_EXPERTS = (
+    r"gpt-oss-20b are within ([\d.]+) %.*? (\d+) steps took ([\d.]+) to ([\d.]+) times as long"
 )
 
 
@@ -503,6 +509,26 @@ CLAIMS = [
         "docs/planning.md",
         r"Of (\d+) steps of a loop on one and two RTX 4090, some with DDP, half are \[within ([\d.]+) %\]",
         lambda: said("published_4090.md", PUBLISHED_4090)[::3],
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"gpt-oss-20b within ([\d.]+) %; steps take ([\d.]+) to ([\d.]+) times as long as predicted",
+        lambda: [said("published_experts.md", PUBLISHED_EXPERTS)[n] for n in (0, 2, 3)],
+    ),
+    Claim(
+        "docs/planning.md",
+        r"(\d+) published steps of gpt-oss-20b and Qwen3-30B-A3B took \S*?([\d.]+) to ([\d.]+) times as long",
+        lambda: said("published_experts.md", PUBLISHED_EXPERTS)[1:],
+    ),
+    Claim(
+        "docs/planning.md",
+        r"With experts it may be (\d+) % below",
+        lambda: [percent(SLOWEST_EXPERTS)],
+    ),
+    Claim(
+        "docs/planning.md",
+        r"plans say that the real speed may be (\d+) % below",
+        lambda: [percent(SLOWEST_EXPERTS)],
     ),
     Claim(
         "docs/results/README.md",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.benchmarks import benchmark
+from torchtune_adaptive.planner.speed.speed import EAGER_BAND, SLOWEST_EXPERTS
 
 
 def test_the_page_of_peaks_is_made_from_the_result() -> None:
@@ -28,6 +29,23 @@ def test_the_page_of_steps_on_rtx_4090_is_made_from_the_result() -> None:
     made = script["page"](json.loads(file.read_text()), script["NUMBERS"])
     assert file.with_suffix(".md").read_text() == made
     assert [run.name for run in script["RUNS"]] == [*script["NUMBERS"]]
+
+
+def test_the_page_of_models_with_experts_is_made_from_the_result() -> None:
+    script = benchmark("published_experts")
+    result = json.loads(script["RESULT"].read_text())
+    made = script["page"](result, script["SLOWEST_EXPERTS"])
+    assert script["RESULT"].with_suffix(".md").read_text() == made
+    assert [run.name for run in script["RUNS"]] == [one["run"] for one in result["runs"]]
+
+
+def test_the_band_of_experts_holds_published_steps() -> None:
+    """However many settings their sources leave open."""
+    script = benchmark("published_experts_page")
+    result = json.loads(benchmark("published_experts")["RESULT"].read_text())
+    times = [one.times for one in script["compared"](result) if one.measured]
+    assert len(times) == 29
+    assert all(1 + SLOWEST_EXPERTS <= 1 / one <= 1 + EAGER_BAND[1] for one in times)
 
 
 def test_the_parts_of_a_step_follow_from_two_sizes() -> None:

@@ -25,6 +25,7 @@ from torchtune_adaptive.library.expert_adapters import AdaptedParameter
 from torchtune_adaptive.library.experts import Routing, sizes_of
 from torchtune_adaptive.library.step_choices import EVEN, WORST
 from torchtune_adaptive.planner.speed.operations import GEMM, Operation
+from torchtune_adaptive.planner.speed.speed import SLOWEST_EXPERTS
 from torchtune_adaptive.planner.workers import processes
 
 ROOT = Path(__file__).parents[2]
@@ -172,11 +173,14 @@ def test_routing_changes_memory_only_where_experts_ask(call: Any, folder: Path) 
 def test_several_gpus_have_a_plan(settings: dict[str, Any], call: Any, folder: Path) -> None:
     found = call(planned_for_a_gpu, folder, settings).result(200)
     assert found.experts is not None and 0 < found.peak < 1 << 30 and found.largest == 8
+    assert found.speed is not None and found.speed.band[0] == SLOWEST_EXPERTS
 
 
 def test_a_dense_model_has_no_experts(call: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
-    assert call(planned, tmp_path, {}).result(200).experts is None
+    found = call(planned_for_a_gpu, tmp_path, {}).result(200)
+    assert found.experts is None
+    assert found.speed is not None and found.speed.band[0] > SLOWEST_EXPERTS
 
 
 @pytest.mark.parametrize(

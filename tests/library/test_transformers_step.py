@@ -172,6 +172,17 @@ def test_autocast_computes_as_torchs(half: torch.dtype) -> None:
     assert F.scaled_dot_product_attention is attention
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_a_softmax_the_type_that_it_is_told(half: torch.dtype) -> None:
+    """As torch's on CUDA; the one of the CPU has no rule for softmax."""
+    scores = torch.randn(2, 3, dtype=half)
+    with Autocast(half):
+        assert F.softmax(scores, dim=-1).dtype == torch.float32
+        for told in (half, torch.float32):
+            assert F.softmax(scores, dim=-1, dtype=told).dtype == told
+            assert scores.softmax(-1, dtype=told).dtype == told
+
+
 def test_casts_are_kept_as_long_as_torch_keeps_them() -> None:
     trained, frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
     inputs = torch.randn(2, 4)

@@ -374,6 +374,7 @@ def test_the_band_holds_nine_times_of_ten_on_each_side_of_the_share_of_attention
         ({}, -0.45),
         ({"compiled": True}, -0.45),
         ({"quantized": True}, -0.45),
+        ({"experts": True}, -0.70),
         ({"correction": 1.1}, -0.05),
     ],
 )

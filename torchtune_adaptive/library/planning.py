@@ -179,12 +179,18 @@ def tabulated(
     """The table of a step on devices; where something is traced, in a process that does nothing else."""
     steps = KeptSteps(question)
     run = _run(steps, question)
+    devices = [(limits, _pace(pace, steps)) for limits, pace in devices]
     # Fewer rows than follow from others take a trace each.
     found = step_table.table_of(
         run, question.asked, devices, rows, few=question.least > run.ROWS[0]
     )
     steps.remember()
     return replace(found, as_written=steps.as_written)
+
+
+def _pace(pace: Pace | None, steps: KeptSteps) -> Pace | None:
+    """What the speed follows from, with what the steps say of the model."""
+    return pace and replace(pace, compiled=bool(steps.as_written), experts=steps.has_experts)
 
 
 def _run(steps: KeptSteps, question: StepQuestion) -> TracedRun:
@@ -217,9 +223,7 @@ def _answer(question: StepQuestion, may_trace: bool = True) -> Plan:
 
 
 def _found(steps: KeptSteps, question: StepQuestion) -> Plan:
-    asked = question.asked
-    if asked.pace is not None:
-        asked = replace(asked, pace=replace(asked.pace, compiled=bool(steps.as_written)))
+    asked = replace(question.asked, pace=_pace(question.asked.pace, steps))
     found, about = answer_of(_run(steps, question), asked, steps, question.least + 1)
     steps.remember()
     return Plan(

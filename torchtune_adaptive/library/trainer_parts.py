@@ -48,7 +48,8 @@ class Traceable(TorchFunctionMode):
 class Autocast(Traceable):
     """``torch.autocast`` to a type of 16 bits, also for devices that torch has no such kernels for.
 
-    As torch's, it keeps the casts of weights until it ends: of those that require a gradient, or of all.
+    As torch's, it keeps the casts of weights until it ends: of those that require a gradient, or of all. A
+    softmax that is told its type has that one (gpt-oss asks for 16 bits).
     """
 
     _LOWER = frozenset(
@@ -88,7 +89,7 @@ class Autocast(Traceable):
         name = getattr(func, "__name__", "")
         if name in self._LOWER:
             args, kwargs = tree_map_only(torch.Tensor, self._half, (args, kwargs))
-        elif name in self._HIGHER:
+        elif name in self._HIGHER and kwargs.get("dtype") is None:
             args, kwargs = tree_map_only(torch.Tensor, _full, (args, kwargs))
         return super().__torch_function__(func, types, args, kwargs)
 

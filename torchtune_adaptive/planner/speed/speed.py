@@ -19,6 +19,9 @@ MUCH_ATTENTION, SLOWEST_ATTENTION = 0.3, -0.45
 """Share of a step above which the kernels of attention decide, and how far below the predicted speed the real
 one may be then. Predictions are for FlashAttention-2; of 22 published runs of such steps with older kernels,
 the slowest was 42 % below (``docs/results/speed_anchors.md``)."""
+SLOWEST_EXPERTS = -0.70
+"""How far below the predicted speed the real one may be with a mixture of experts: of 10 published runs,
+whose settings are known in part, the slowest was 67 % below (``docs/results/published_experts.md``)."""
 MEASURED_BAND = (-0.05, 0.05)
 """The same of a prediction that a measurement on the same machine has corrected."""
 
@@ -37,6 +40,8 @@ class Pace:
     """Measured / predicted seconds, where a run on this machine measured it."""
     holders: int = 1
     """Ranks that hold the same rows, and so train on them together."""
+    experts: bool = False
+    """Whether the model is a mixture of experts."""
 
     def band(self, attention: float) -> tuple[float, float]:
         """How far below and above a predicted speed the real one may be, as shares of it, if attention takes
@@ -47,7 +52,9 @@ class Pace:
             low, high = QUANTIZED_BAND
         else:
             low, high = COMPILED_BAND if self.compiled else EAGER_BAND
-        return (min(low, SLOWEST_ATTENTION) if attention > MUCH_ATTENTION else low), high
+        if attention > MUCH_ATTENTION:
+            low = min(low, SLOWEST_ATTENTION)
+        return (min(low, SLOWEST_EXPERTS) if self.experts else low), high
 
     def speed(self, step: StepOperations, rows: int, length: int, micro_batches: int) -> Speed:
         """The speed of a run whose steps are all like this one, which has one micro-batch or the first two of
