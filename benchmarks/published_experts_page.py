@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtune_adaptive.common import table
+from torchtune_adaptive.planner.memory.gpus import GIB
 
-GIB = 1 << 30
 UNSLOTH, NEMO = "unsloth", "nemo"
 GPT_OSS, QWEN, FULL = "gpt-oss-20b, rank ", "Qwen3-30B-A3B, rank ", "Qwen3-30B-A3B, 1 x"
 NUMBERS: dict[str, tuple[float, float] | None] = {
@@ -43,16 +43,17 @@ say that the real speed may be {low:.0f} % below the predicted one.
 
 ## What was missed, and why
 
-- **gpt-oss-20b took less memory than predicted with long rows.** Its attention is eager, and tells
-  softmax to give 16 bits. `torch.autocast` obeys; plans computed in 32 bits. Mended, and predicted again.
+- **gpt-oss-20b took less memory than predicted with long rows.** Its attention is eager, and
+  asks softmax for 16 bits, which `torch.autocast` respects; plans computed in 32 bits. Mended, and
+  predicted again.
 - **Qwen3-30B-A3B reserved as much with any rows**, and more than predicted by about what a copy of its
   adapters takes. So the peak seems to be in the optimizer's step. torch's AdamW has such a copy if it is
   not fused; which optimizer ran is not published. It is predicted again with that one. Why rows of 16,384
   reserve more is not known.
 - **Full fine-tuning of Qwen3-30B-A3B** took 68.2 GiB, where tensors are predicted to take 64.6, and 76.7
-  to be reserved. Which of both was measured is not said.
+  to be reserved. Which of the two was measured is not stated.
 - **All steps are slower than predicted**, each model's in the right order. It is not known why. Two
-  micro-batches in a step, which nothing says, would explain most of it with LoRA; the step of NeMo has
+  micro-batches in a step, which no source states, would explain most of it with LoRA; the step of NeMo has
   one. No kernel of experts was measured here, nor how long the host takes for them.
 
 """

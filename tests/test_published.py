@@ -39,6 +39,28 @@ def test_the_page_of_models_with_experts_is_made_from_the_result() -> None:
     assert [run.name for run in script["RUNS"]] == [one["run"] for one in result["runs"]]
 
 
+def test_steps_of_a_model_with_experts_are_predicted_in_the_right_order() -> None:
+    script = benchmark("published_experts_page")
+    result = json.loads(benchmark("published_experts")["RESULT"].read_text())
+    series: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    for one in script["compared"](result):
+        if one.measured and one.table == script["UNSLOTH"]:
+            name = one.run.rpartition(",")[0]
+            series.setdefault((name, one.again), []).append((one.ms, one.measured[1]))
+    assert {name: len(steps) for name, steps in series.items()} == {
+        ("gpt-oss-20b, rank 64", False): 4,
+        ("gpt-oss-20b, rank 8", False): 4,
+        ("gpt-oss-20b, rank 8", True): 4,
+        ("Qwen3-30B-A3B, rank 64", False): 5,
+        ("Qwen3-30B-A3B, rank 64", True): 5,
+        ("Qwen3-30B-A3B, rank 8", False): 5,
+    }
+    for steps in series.values():
+        assert sorted(ms for ms, _ in steps) == [
+            ms for ms, _ in sorted(steps, key=lambda one: one[1])
+        ]
+
+
 def test_the_band_of_experts_holds_published_steps() -> None:
     """However many settings their sources leave open."""
     script = benchmark("published_experts_page")

@@ -173,7 +173,7 @@ def test_autocast_computes_as_torchs(half: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_autocast_leaves_a_softmax_the_type_that_it_is_told(half: torch.dtype) -> None:
+def test_autocast_leaves_a_softmax_the_type_that_it_is_given(half: torch.dtype) -> None:
     """As torch's on CUDA; the one of the CPU has no rule for softmax."""
     scores = torch.randn(2, 3, dtype=half)
     with Autocast(half):

@@ -49,7 +49,7 @@ class Autocast(Traceable):
     """``torch.autocast`` to a type of 16 bits, also for devices that torch has no such kernels for.
 
     As torch's, it keeps the casts of weights until it ends: of those that require a gradient, or of all. A
-    softmax that is told its type has that one (gpt-oss asks for 16 bits).
+    softmax that is given a ``dtype`` has that one (gpt-oss asks for 16 bits).
     """
 
     _LOWER = frozenset(
