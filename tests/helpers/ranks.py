@@ -49,7 +49,7 @@ class Alone(Ranks):
         return value
 
 
-_SHOWN = 8000  # characters of a rank's output, enough for a stack and some lines before
+_SHOWN = 8000  # characters of a rank's output, and of its stacks
 _START = 300.0  # seconds that a rank may take to start, or to say where it is
 
 # A server imports what ranks need once, and forks them: imports take seconds, a fork a few milliseconds.
@@ -212,15 +212,21 @@ def _collect(
                 problems.append(f"rank {rank}: {value}")
     if problems:
         for rank in range(len(pipes)):
-            problems.append(f"rank {rank}, its last output:\n{_said(folder, rank)[-_SHOWN:]}")
+            problems.append(f"rank {rank}, its last output:\n{_said(folder, rank, _SHOWN)}")
         raise AssertionError("\n".join(problems))
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _said(folder: Path, rank: int) -> str:
-    """The output of a rank and, if it crashed or the time was up, where it was."""
+def _said(folder: Path, rank: int, most: int | None = None) -> str:
+    """The output of a rank and, if it crashed or the time was up, where it was; of each so many characters.
+
+    Stacks begin with the thread that crashed, and end with the main thread.
+    """
     paths = (folder / f"said_{rank}", folder / f"stack_{rank}")
-    return "".join(path.read_text() for path in paths if path.exists())
+    said, stacks = (path.read_text() if path.exists() else "" for path in paths)
+    if most is not None and len(stacks) > most:
+        stacks = f"{stacks[: most // 4]}\n[...]\n{stacks[most // 4 - most :]}"
+    return (said if most is None else said[-most:]) + stacks
 
 
 def _rank_main(

@@ -30,6 +30,9 @@ from torchtune_adaptive import UsageError
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 CLOSE = 2e-6
+NORM_CLOSE = 1e-5
+"""Ranks sum the squares of their parts in float32. A norm is 2.7e-6 too small on one rank, where a part is
+the whole weight, and 0.5e-6 on four."""
 ROWS, STEPS = 12, 8
 SAVED = {
     "checkpoint__enable": True,
@@ -101,8 +104,7 @@ def steps_of(parts: list[dict[str, Any]]) -> list[tuple[int, list[str]]]:
     return [(step, [*chain(*(each["rows"][step] for each in parts))]) for step in parts[0]["rows"]]
 
 
-def of_logs(logs: list[dict[str, float]]) -> torch.Tensor:
-    names = ("step", "loss", "norm", "n_tokens_seen", "lr/AdamW")
+def of_logs(logs: list[dict[str, float]], *names: str) -> torch.Tensor:
     return torch.tensor([[entry[name] for name in names] for entry in logs])
 
 
@@ -124,8 +126,12 @@ def test_a_run_goes_on_on_other_ranks(walk: tuple[int, ...], tmp_path: Path) -> 
     assert steps == steps_of(undisturbed)
     distinct = {row for _, rows in steps for row in rows}  # some come again with the next epoch
     assert len(distinct) > ROWS * (STEPS - 1)
-    expected = of_logs(undisturbed[0]["logs"])
-    torch.testing.assert_close(of_logs(logs), expected, rtol=CLOSE, atol=0)
+    for far, names in (
+        (CLOSE, ("step", "loss", "n_tokens_seen", "lr/AdamW")),
+        (NORM_CLOSE, ("norm",)),
+    ):
+        expected = of_logs(undisturbed[0]["logs"], *names)
+        torch.testing.assert_close(of_logs(logs, *names), expected, rtol=far, atol=0)
     weights = (torch.tensor(each[0]["weights"]) for each in (seen, undisturbed))
     torch.testing.assert_close(*weights, rtol=0, atol=1e-5)
 
