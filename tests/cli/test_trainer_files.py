@@ -325,7 +325,7 @@ def test_kernels_of_liger_are_those_that_a_file_switches_on() -> None:
         (
             "axolotl/full",
             ["gradient_checkpointing=offload"],
-            "offload moves activations to the host",
+            "offload is neither true nor false, and activations on the host are not planned",
         ),
         (
             "axolotl/full",

@@ -75,7 +75,8 @@ _KEYS: Keys = {
     "optimizer": Sets("optim", "adamw_torch_fused", OPTIMIZERS, WHY_NOT_OPTIMIZER),
     "max_grad_norm": Sets("max_grad_norm", 1.0),
     "gradient_checkpointing": Sets(
-        "gradient_checkpointing", False, {True: True, False: False}, "moves activations to the host"
+        *("gradient_checkpointing", False, {True: True, False: False}),
+        "is neither true nor false, and activations on the host are not planned",
     ),
     "gradient_checkpointing_kwargs": Joint("only how layers are checkpointed"),
     "bf16": Joint(
