@@ -174,6 +174,29 @@ def test_weights_of_4_bits_are_as_each_trainer_leaves_them() -> None:
     assert found["bnb_4bit_use_double_quant"] is False
 
 
+def test_weights_of_8_bits_are_as_each_trainer_leaves_them() -> None:
+    axolotl, llama_factory = (
+        FOLDER / path for path in ("axolotl/lora.yaml", "llama_factory/lora_sft.yaml")
+    )
+    not_prepared = {"load_in_8bit": True, "prepare_for_kbit_training": False, "lora": True}
+    for found, expected in (
+        (settings(axolotl, "load_in_8bit=true"), {**not_prepared, "trainer": "Trainer"}),
+        (settings(llama_factory, "quantization_bit=8"), {**not_prepared, "trainer": "Trainer"}),
+        (
+            settings(FOLDER / "trl_sft" / "lora.yaml", "load_in_8bit=true"),
+            {"load_in_8bit": True, "trainer": "SFTTrainer"},
+        ),
+    ):
+        assert {key: found.get(key) for key in expected} == expected
+        assert not found.get("load_in_4bit")
+        TransformersStep(folder="model", **found)
+    by_default = [f"lora_{name}_kernel=null" for name in ("mlp", "qkv", "o")]
+    for change, has_kernels in (("load_in_8bit=true", False), ("load_in_8bit=false", True)):
+        file = read_file(axolotl, [*by_default, change])
+        assert file is not None
+        assert any("LoRA kernels" in note for note in file.notes) == has_kernels
+
+
 def test_experts_are_computed_as_each_trainer_has_them(tmp_path: Path) -> None:
     kernels = {"plugins": ["axolotl.integrations.kernels.KernelsPlugin"]}
     for changes, expected in (
@@ -353,7 +376,13 @@ def test_kernels_of_liger_are_those_that_a_file_switches_on() -> None:
             ["quantization_bit=4"],
             "finetuning_type: full trains the weights",
         ),
-        ("llama_factory/lora_sft", ["quantization_bit=8"], "quantization_bit: 8 has weights of 8"),
+        (
+            "axolotl/lora",
+            ["adapter=qlora", "load_in_4bit=true", "load_in_8bit=true"],
+            "load_in_8bit: true goes with adapter: lora only",
+        ),
+        ("axolotl/full", ["load_in_8bit=true"], "those of 8 bits have no gradients"),
+        ("llama_factory/lora_sft", ["quantization_bit=3"], "What can be planned: null, 4, 8"),
         ("llama_factory/lora_sft", ["quantization_method=hqq"], "bits in another format"),
         (
             "trl_sft/qlora",

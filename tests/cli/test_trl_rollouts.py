@@ -123,7 +123,6 @@ def test_what_a_file_becomes(path: str, expected: dict[str, Any]) -> None:
         ("vllm_mode=cluster", "vllm_mode: cluster is another way of TRL's"),
         ("max_completion_length=null", "lets completions get as long as the model can"),
         ("use_liger_kernel=true", "replaces layers by kernels"),
-        ("load_in_8bit=true", "has weights of 8 bits"),
     ],
 )
 def test_what_memory_depends_on_and_is_not_planned_is_refused(change: str, complaint: str) -> None:

@@ -1,7 +1,7 @@
 """Peaks of the steps of transformers' Trainer and TRL's, planned and measured, as JSON.
 
 A program for an environment that has these libraries, PEFT and ours: ``python real_trainers.py``, beside
-``fsdp2_on_cpu.py`` and ``real_four_bits.py``. They are imported where they are needed, since each process
+``fsdp2_on_cpu.py`` and ``real_quantized.py``. They are imported where they are needed, since each process
 that traces imports this file.
 """
 
@@ -28,6 +28,7 @@ FP16 = {"bf16": False, "fp16": True}
 HALF = {"dtype": "bfloat16"}
 LIGER = {"use_liger_kernel": True}
 QLORA = {**HALF, "lora": True, "load_in_4bit": True}
+EIGHT_BITS = {**HALF, "lora": True, "load_in_8bit": True}
 SHARDED = {"ranks": 2, "fsdp": True}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
 EXPERTS |= {"router_aux_loss_coef": 0.01, "head_dim": 32, "vocab_size": 256}
@@ -86,6 +87,25 @@ CASES: dict[str, dict[str, Any]] = {  # those of Liger last: it replaces functio
     "SFT with QLoRA in float32": {**SFT, **QLORA, "dtype": "float32"},
     "SFT with QLoRA and no checkpointing": {**SFT, **QLORA, "gradient_checkpointing": False},
     "DPO with QLoRA": {**DPO, **QLORA},
+    "Trainer with 8 bits": {**PLAIN, **EIGHT_BITS, "gradient_checkpointing": True},
+    "Trainer with 8 bits whose layers take most": {
+        **PLAIN,
+        **EIGHT_BITS,
+        "gradient_checkpointing": True,
+        "vocab_size": 256,
+    },
+    "Trainer with 8 bits in fp16": {
+        **PLAIN,
+        **EIGHT_BITS,
+        **FP16,
+        "dtype": "float16",
+        "prepare_for_kbit_training": False,
+    },
+    "SFT with 8 bits": {**SFT, **EIGHT_BITS, "lora_dropout": 0.1},
+    "SFT with 8 bits in float32": {**SFT, **EIGHT_BITS, "dtype": "float32"},
+    "SFT with 8 bits and no checkpointing": {**SFT, **EIGHT_BITS, "gradient_checkpointing": False},
+    "SFT with 8 bits and biases": {**SFT, **EIGHT_BITS, "model_type": "qwen2"},
+    "DPO with 8 bits": {**DPO, **EIGHT_BITS},
     **{
         f"{name} and reentrant checkpointing": {
             **case,
@@ -224,18 +244,24 @@ CASES: dict[str, dict[str, Any]] = {  # those of Liger last: it replaces functio
         "liger_kernel_config": {"cross_entropy": True, "fused_linear_cross_entropy": False},
     },
 }
-OURS = ("trainer", "dtype", "lora", "lora_dropout", "target_modules", "load_in_4bit")
-OURS += ("bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage")
-OURS += ("prepare_for_kbit_training",)
-OURS += ("target_parameters", "experts_implementation", "model_type", "routing", "balanced")
+OURS = ("trainer", "dtype", "lora", "lora_dropout", "target_modules", "target_parameters")
+OURS += ("load_in_8bit", "load_in_4bit", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
+OURS += ("bnb_4bit_quant_storage", "prepare_for_kbit_training", "experts_implementation")
+OURS += ("model_type", "vocab_size", "routing", "balanced")
 """Settings that the trainers' own arguments do not have."""
-NOT_SETTINGS = ("model_type", "routing", "balanced", "gradient_checkpointing_kwargs")
+NOT_SETTINGS = ("model_type", "vocab_size", "routing", "balanced", "gradient_checkpointing_kwargs")
 """What a case says about its model, and how layers are checkpointed, which takes the same memory."""
+
+
+def is_quantized(case: dict[str, Any]) -> bool:
+    """Whether the weights of a case have 4 or 8 bits."""
+    return any(case.get(f"load_in_{bits}bit", False) for bits in (4, 8))
 
 
 def shape_of(case: dict[str, Any]) -> dict[str, Any]:
     """The config of the model of a case."""
     shape: dict[str, Any] = {"model_type": case.get("model_type", "llama"), **SHAPE}
+    shape["vocab_size"] = case.get("vocab_size", VOCABULARY)
     if shape["model_type"] == MOE["model_type"]:
         shape |= {**EXPERTS, "output_router_logits": case.get("balanced", False)}
     return shape
@@ -342,8 +368,8 @@ def measured(case: dict[str, Any]) -> int:
         launch_nothing()
     if case.get("packing") or case.get("padding_free"):
         attend_without_mask(model)
-    if case.get("load_in_4bit"):
-        from real_four_bits import quantized
+    if is_quantized(case):
+        from real_quantized import quantized
 
         model = quantized(model, dtype, case)
     arguments = {key: value for key, value in case.items() if key not in OURS}
@@ -366,7 +392,7 @@ def measured(case: dict[str, Any]) -> int:
             target_parameters=case.get("target_parameters"),
         )
         if name == "Trainer":
-            if case.get("load_in_4bit") and case.get("prepare_for_kbit_training", True):
+            if is_quantized(case) and case.get("prepare_for_kbit_training", True):
                 model = prepare_model_for_kbit_training(model)
             elif case["gradient_checkpointing"]:
                 model.enable_input_require_grads()
@@ -403,8 +429,8 @@ def measured(case: dict[str, Any]) -> int:
         accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     beside: list[Any] = []
-    if case.get("load_in_4bit"):
-        from real_four_bits import beside_weights
+    if is_quantized(case):
+        from real_quantized import beside_weights
 
         beside = beside_weights(trainer.model)  # FSDP2 has weights of its own
     with memory.running():

@@ -13,7 +13,8 @@ from torch import nn
 
 from tests.helpers.torchvision import without_torchvision
 from torchtune_adaptive import TransformersStep
-from torchtune_adaptive.library.four_bit import FourBitLinear, prepare, quantize
+from torchtune_adaptive.library.four_bit import FourBitLinear
+from torchtune_adaptive.library.quantized import prepare, quantize
 from torchtune_adaptive.library.trainer_parts import Adapters, Autocast, adapt
 
 
@@ -66,7 +67,7 @@ class Model(nn.Module):
 
 def quantized(targets: Any = "all-linear", dtype: torch.dtype = torch.float32) -> Model:
     model = Model()
-    quantize(model, torch.bfloat16, double=True)
+    quantize(model, lambda layer: FourBitLinear(layer, torch.bfloat16, True))
     prepare(model)
     adapt(model, Adapters(targets, 2, dtype=dtype))
     return model
@@ -103,7 +104,7 @@ def test_inputs_of_adapters_are_cast_unless_autocast_does_it() -> None:
 
 def test_weights_of_4_bits_are_not_prepared() -> None:
     model = Model()
-    quantize(model, torch.bfloat16, True, torch.bfloat16)
+    quantize(model, lambda layer: FourBitLinear(layer, torch.bfloat16, True, torch.bfloat16))
     prepare(model)
     assert model.up.weight.dtype == torch.bfloat16 and model.up.weight.shape == (32, 1)
     assert model.norm.weight.dtype == torch.float32

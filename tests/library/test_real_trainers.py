@@ -32,7 +32,7 @@ def test_what_is_planned_with_liger_is_what_its_functions_take(
 
 
 def compare(python: Path, names: list[str], tmp_path: Path) -> None:
-    for name in ("fsdp2_on_cpu.py", "real_four_bits.py", "real_trainers.py"):
+    for name in ("fsdp2_on_cpu.py", "real_quantized.py", "real_trainers.py"):
         script = shutil.copy(ROOT / "tests" / "helpers" / name, tmp_path)
     done = subprocess.run(
         [python, script, *names],

@@ -40,6 +40,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "FSDP": {"ranks": 2, "fsdp": True},
     "LoRA": {"lora": True},
     "QLoRA": {"lora": True, "load_in_4bit": True},
+    "8 bits": {"lora": True, "load_in_8bit": True},
     "packed": {"packing": True, "padded": False},
     "DPO": {"trainer": "DPOTrainer"},
     "DPO with adapters": {"trainer": "DPOTrainer", "lora": True},

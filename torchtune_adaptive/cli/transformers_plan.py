@@ -195,8 +195,9 @@ def _step(arguments: argparse.Namespace, ranks: int) -> TransformersStep:
         settings[length] = arguments.seq_len
     method: Method = arguments.method or "full"
     if arguments.trainer == "Trainer":  # whose defaults differ
-        # What prepares a model with 4 bits switches checkpointing on.
-        settings = {"bf16": False, "gradient_checkpointing": method == "qlora", **settings}
+        # What prepares a quantized model switches checkpointing on.
+        prepared = method == "qlora" or settings.get("load_in_8bit") is True
+        settings = {"bf16": False, "gradient_checkpointing": prepared, **settings}
     if arguments.trainer == "RLOOTrainer":
         settings = {"num_generations": 2, "beta": 0.05, **settings}
     return kind(

@@ -1,6 +1,5 @@
 """Linear layers whose weights have 4 bits, with the memory of those that bitsandbytes makes of a model.
 
-bitsandbytes needs a GPU: here are the sizes of what it keeps and of what it computes with, without values.
 Checked against bitsandbytes 0.50, PEFT 0.21 and TRL 1.16. With fewer than about 1,500 tokens in a micro-batch
 bitsandbytes may multiply without the whole weight, which takes less than planned.
 """
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchtune_adaptive.library.quantized import QuantizedLinear
 from torchtune_adaptive.planner import fake_device
 
 _BLOCK = 64
@@ -23,7 +23,7 @@ _CODES = 16
 """Numbers that 4 bits stand for: each layer has a table. The one for scales is shared, and left out."""
 
 
-class FourBitLinear(nn.Module):
+class FourBitLinear(QuantizedLinear):
     """A linear layer whose frozen weight has 4 bits.
 
     Args:
@@ -43,15 +43,12 @@ class FourBitLinear(nn.Module):
         double: bool,
         storage: torch.dtype = torch.uint8,
     ) -> None:
-        super().__init__()
-        self.shape, self.dtype = like.weight.shape, like.weight.dtype
-        self.out_features, self.in_features = self.shape
-        self.compute_in, self.nested = compute_in, double
+        super().__init__(like)
+        self.dtype, self.compute_in, self.nested = like.weight.dtype, compute_in, double
         device = like.weight.device
         count = -(-self.shape.numel() // (2 * storage.itemsize))
         codes = torch.empty(count, 1, dtype=storage, device=device)
         self.weight = nn.Parameter(codes, requires_grad=False)
-        self.bias = like.bias
         blocks = -(-self.shape.numel() // _BLOCK)
         scales = torch.empty(blocks, dtype=torch.uint8 if double else torch.float32, device=device)
         self._keep("scales", scales)
@@ -59,9 +56,6 @@ class FourBitLinear(nn.Module):
         if double:
             self._keep("scales_of_scales", torch.empty(-(-blocks // _SCALES), device=device))
             self._keep("mean_scale", torch.empty((), device=device))
-
-    def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(self.compute_in)
@@ -73,7 +67,6 @@ class FourBitLinear(nn.Module):
         return self.scales.to(torch.float32)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in a type that can be computed with."""
         found = self.weight.new_empty(self.shape, dtype=dtype)
         fake_device.ran("dequantize", [self.weight, self.scales], [found])
         return found
@@ -105,28 +98,3 @@ class _Product(torch.autograd.Function):
         del scales
         weight = weight.to(grad.dtype)
         return torch.matmul(grad, weight), None, None, None
-
-
-def quantize(
-    model: Any, compute_in: torch.dtype, double: bool, storage: torch.dtype = torch.uint8
-) -> None:
-    """Let all linear layers of a model but the head have 4 bits, as transformers does when it loads it."""
-    head = model.get_output_embeddings()
-    for name, module in [*model.named_modules()]:
-        if type(module) is nn.Linear and module is not head:
-            parent, _, last = name.rpartition(".")
-            layer = FourBitLinear(module, compute_in, double, storage)
-            setattr(model.get_submodule(parent), last, layer.requires_grad_(False))
-
-
-def prepare(model: Any) -> None:
-    """Let what has no 4 bits have 32, as PEFT's ``prepare_model_for_kbit_training`` does."""
-    of_4_bits = weights_of_4_bits(model)
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter not in of_4_bits:
-            parameter.data = parameter.data.float()
-
-
-def weights_of_4_bits(model: nn.Module) -> set[nn.Parameter]:
-    """The weights of all layers that have 4 bits."""
-    return {module.weight for module in model.modules() if isinstance(module, FourBitLinear)}

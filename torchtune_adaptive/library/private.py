@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 # Fake tensors have shapes, but no memory; dispatch modes see each operation; trees are nested arguments.
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+# The product of two matrices of integers of 8 bits (checked on torch 2.13).
+int_mm = torch._int_mm
 
 
 def saved(node: Any, name: str, default: Any = None) -> Any:

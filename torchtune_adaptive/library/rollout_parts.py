@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune_adaptive.library.four_bit import FourBitLinear
+from torchtune_adaptive.library.quantized import QuantizedLinear
 from torchtune_adaptive.library.trainer_parts import Adapted
 
 
@@ -24,7 +24,7 @@ def send_weights(model: nn.Module) -> None:
             if isinstance(module, Adapted):
                 base = module.base
                 whole = None
-                if isinstance(base, FourBitLinear):
+                if isinstance(base, QuantizedLinear):
                     whole = base.dequantized(module.lora_a.weight.dtype)
                 (module.lora_b.weight @ module.lora_a.weight) * 2.0
                 del whole

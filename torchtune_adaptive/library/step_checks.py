@@ -29,7 +29,12 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             *("padded", "packing", "padding_free", "fp16", "gradient_checkpointing", "lora"),
-            *("load_in_4bit", "bnb_4bit_use_double_quant", "precompute_ref_log_probs"),
+            *(
+                "load_in_8bit",
+                "load_in_4bit",
+                "bnb_4bit_use_double_quant",
+                "precompute_ref_log_probs",
+            ),
             *("use_liger_kernel", "fsdp"),
         ),
         (True, False),
@@ -109,8 +114,18 @@ def check_step(step: Any) -> None:
             "dtype: gradients of weights in float16 cannot be scaled. Use dtype=float32, or lora=True, "
             "which trains adapters in float32."
         )
-    if step.load_in_4bit and not step.lora:
-        raise UsageError("load_in_4bit: weights of 4 bits cannot be trained. Set lora=True.")
+    if step.load_in_8bit and step.load_in_4bit:
+        raise UsageError("load_in_8bit: weights have 8 bits or 4. Leave one of the two out.")
+    for bits in (4, 8):
+        if getattr(step, f"load_in_{bits}bit") and not step.lora:
+            raise UsageError(
+                f"load_in_{bits}bit: weights of {bits} bits cannot be trained. Set lora=True."
+            )
+    if step.load_in_8bit and step.fsdp:
+        raise UsageError(
+            "fsdp: FSDP2 cannot shard weights of 8 bits, which are integers. Use load_in_4bit=True, or "
+            "fsdp=False for ranks that have all weights (more memory)."
+        )
     casts = step.load_in_4bit and step.shares_4_bits and step.half
     if casts and step.bnb_4bit_quant_storage != step.half:
         raise UsageError(

@@ -67,6 +67,7 @@ def _is_known(step: Any) -> bool:
     """Whether all that a step does is in the formulas."""
     return step.trainer in (SFT, DPO, PLAIN) and not (
         step.use_liger_kernel
+        or step.load_in_8bit
         or step.target_parameters
         or step.optim not in _STATE
         or (step.fsdp and (step.half is None or step.load_in_4bit))

@@ -23,6 +23,7 @@ from torchtune_adaptive.library.expert_adapters import (
 )
 from torchtune_adaptive.library.four_bit import FourBitLinear
 from torchtune_adaptive.library.private import tree_map_only
+from torchtune_adaptive.library.quantized import QuantizedLinear
 from torchtune_adaptive.library.step_choices import (
     ALL_LINEAR,
     LINEAR_LAYERS,
@@ -114,7 +115,7 @@ class Adapted(HasAdapter):
     """A linear layer with an adapter, as PEFT's."""
 
     def __init__(
-        self, base: nn.Linear | FourBitLinear, r: int, dropout: float, dtype: torch.dtype
+        self, base: nn.Linear | QuantizedLinear, r: int, dropout: float, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.base = base
@@ -126,8 +127,8 @@ class Adapted(HasAdapter):
         result: torch.Tensor = self.base(inputs)
         if not self.enabled:
             return result
-        dtype, quantized = result.dtype, isinstance(self.base, FourBitLinear)
-        if quantized:
+        dtype, quantized = result.dtype, isinstance(self.base, QuantizedLinear)
+        if isinstance(self.base, FourBitLinear):
             result = result.clone()
         # PEFT asks for autocast on a GPU, also where there is none.
         casts = not (quantized and Autocast.entered and inputs.device.type != "cpu")
@@ -160,7 +161,7 @@ def adapt(model: Any, adapters: Adapters) -> None:
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, FourBitLinear)) and module is not head
+        if isinstance(module, (nn.Linear, QuantizedLinear)) and module is not head
     }
     names = {name.rpartition(".")[2] for name in layers}
     everywhere = adapters.modules in (ALL_LINEAR, LINEAR_LAYERS)

@@ -21,10 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchtune_adaptive.common import NoPrediction, UsageError
+from torchtune_adaptive.library.eight_bit import EightBitLinear
 from torchtune_adaptive.library.experts import balance_loss, balance_weight
-from torchtune_adaptive.library.four_bit import prepare, quantize, weights_of_4_bits
+from torchtune_adaptive.library.four_bit import FourBitLinear
 from torchtune_adaptive.library.liger import apply_liger, rotate
 from torchtune_adaptive.library.private import attends_by_sdpa, layers_of
+from torchtune_adaptive.library.quantized import prepare, quantize, quantized_weights
 from torchtune_adaptive.library.step_choices import DPO, PLAIN, SFT
 from torchtune_adaptive.library.trainer_optimizers import make_optimizer, mark_embeddings
 from torchtune_adaptive.library.trainer_parts import (
@@ -79,9 +81,12 @@ class StepModel:
         if self.step.load_in_4bit:
             compute_in = getattr(torch, self.step.computes_4_bits_in)
             storage = getattr(torch, self.step.bnb_4bit_quant_storage)
-            quantize(model, compute_in, self.step.bnb_4bit_use_double_quant, storage)
-            if self.step.is_prepared:
-                prepare(model)
+            double = self.step.bnb_4bit_use_double_quant
+            quantize(model, lambda layer: FourBitLinear(layer, compute_in, double, storage))
+        elif self.step.load_in_8bit:
+            quantize(model, EightBitLinear)
+        if self.step.is_quantized and self.step.is_prepared:
+            prepare(model)
         if self.step.lora:
             dtype = torch.bfloat16 if self.step.adapters_are_half else torch.float32
             settings = self.step.r, self.step.lora_dropout, dtype, self.step.target_parameters
@@ -273,7 +278,7 @@ class StepModel:
                     parameter.data = parameter.data.float()
             options["mp_policy"] = MixedPrecisionPolicy(half, half, half)
         if self.step.load_in_4bit and not self.step.shares_4_bits:
-            options["ignored_params"] = weights_of_4_bits(model)
+            options["ignored_params"] = quantized_weights(model)
         for layer in layers_of(model):
             fully_shard(layer, **options)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

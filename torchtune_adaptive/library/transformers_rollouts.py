@@ -371,7 +371,7 @@ class TransformersRollouts(TransformersStep):
         )
 
     def _engine_needs(self, numbers: int) -> EngineNeeds | None:
-        if self.load_in_4bit:
+        if self.is_quantized:
             return None  # how many bits its weights have is up to vLLM
         config = json.loads((Path(self.folder) / "config.json").read_text())
         shared_by = self.vllm_tensor_parallel_size

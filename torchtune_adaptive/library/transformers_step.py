@@ -122,6 +122,8 @@ class TransformersStep:
     Axolotl and LLaMA-Factory list them."""
     target_parameters: Sequence[str] = ()
     """Parameters that get adapters, by the ends of their names, such as ``experts.down_proj``."""
+    load_in_8bit: bool = False
+    """Whether linear layers are loaded with 8 bits (bitsandbytes, LLM.int8)."""
     load_in_4bit: bool = False
     """Whether linear layers are loaded with 4 bits (bitsandbytes, QLoRA)."""
     bnb_4bit_compute_dtype: str | None = None
@@ -132,8 +134,8 @@ class TransformersStep:
     """The type that their weights are stored as. With ``fsdp``, each rank has all of those in ``uint8``, and
     its share of those in ``bfloat16``, ``float16`` or ``float32``."""
     prepare_for_kbit_training: bool | None = None
-    """Whether what has no 4 bits is cast to float32, as PEFT's ``prepare_model_for_kbit_training`` does; by
-    default, with ``Trainer``."""
+    """Whether what is not quantized is cast to float32, as PEFT's ``prepare_model_for_kbit_training`` does;
+    by default, with ``Trainer``."""
     precompute_ref_log_probs: bool = False
     """Whether DPO's reference has been computed before, and is not in memory."""
     experts_implementation: str | None = None
@@ -185,6 +187,11 @@ class TransformersStep:
         return None if self.bf16 is False else "bfloat16"
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether linear layers are loaded with 4 or 8 bits."""
+        return self.load_in_4bit or self.load_in_8bit
+
+    @property
     def computes_4_bits_in(self) -> str:
         """The type in which layers of 4 bits compute."""
         return self.bnb_4bit_compute_dtype or self.dtype
@@ -196,14 +203,14 @@ class TransformersStep:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether what has no 4 bits is in float32."""
+        """Whether what is not quantized is in float32."""
         asked = self.prepare_for_kbit_training
         return self.trainer == PLAIN if asked is None else asked
 
     @property
     def adapters_are_half(self) -> bool:
         """Whether adapters are in bfloat16."""
-        return self.load_in_4bit and self.trainer != PLAIN
+        return self.is_quantized and self.trainer != PLAIN
 
     def plan(
         self,
@@ -251,7 +258,7 @@ class TransformersStep:
 
     # The memory of a device, with the error that predictions for this step have.
     def limits(self, device: DeviceLimits) -> DeviceLimits:
-        return device.fragmented if self.load_in_4bit else device
+        return device.fragmented if self.is_quantized else device
 
     # Micro-batches of many sizes on several GPUs, of which one is asked about. It may trace, so it is for a
     # process that does nothing else.
@@ -322,7 +329,7 @@ class TransformersStep:
 
     def _pace(self, pace: Pace | None) -> Pace | None:
         """What the speed follows from, where one is predicted."""
-        return pace and replace(pace, quantized=self.load_in_4bit)
+        return pace and replace(pace, quantized=self.is_quantized)
 
     def _least(self) -> int:
         """The rows that fill a tile of TRL's head: with fewer, it takes memory for fewer tokens. There are
@@ -387,8 +394,13 @@ class TransformersStep:
             f"checkpointing: {'every layer' if self.gradient_checkpointing else 'none'}",
             f"optimizer: {about_optimizer(self.optim)}; of what is trained",
         ]
+        others = "float32, as PEFT prepares it" if self.is_prepared else self.dtype
+        if self.load_in_8bit:
+            lines.append(
+                "linear layers: 8 bits as of bitsandbytes 0.50, with no inputs of 6 or more; the rest is in "
+                f"{others}"
+            )
         if self.load_in_4bit:
-            others = "float32, as PEFT prepares it" if self.is_prepared else self.dtype
             double = "with" if self.bnb_4bit_use_double_quant else "without"
             lines.append(
                 f"linear layers: 4 bits as of bitsandbytes 0.50, {double} double quantization, computing in "

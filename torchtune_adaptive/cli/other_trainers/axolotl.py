@@ -21,7 +21,6 @@ from torchtune_adaptive.cli.other_trainers.sharding import read_sharding
 from torchtune_adaptive.cli.other_trainers.training_arguments import (
     COMPILED,
     DEEPSPEED,
-    EIGHT_BITS,
     FLASH,
     FORMAT,
     FP16,
@@ -64,6 +63,7 @@ _KEYS: Keys = {
     "gradient_accumulation_steps": Sets("gradient_accumulation_steps", 1),
     "sequence_len": Sets("max_length", 512),
     "adapter": Sets("lora", None, {None: False, "lora": True, "qlora": True}, _TRAINED),
+    "load_in_8bit": Joint("load_in_8bit, which goes with adapter: lora", False, (True, False)),
     "load_in_4bit": Joint("load_in_4bit, which goes with adapter: qlora", False, (True, False)),
     "bnb_config_kwargs": Joint(
         "bnb_4bit_use_double_quant and bnb_4bit_quant_storage, by default true and bfloat16", {}
@@ -117,9 +117,6 @@ _KEYS: Keys = {
         for name, kernels in _LIGER.items()
     },
     "embeddings_skip_upcast": Refused("leaves embeddings in float32, which is not planned"),
-    "load_in_8bit": Refused(
-        EIGHT_BITS, "Plan adapters on weights of 4 bits or bfloat16: load_in_8bit=false"
-    ),
     "gptq": Refused(FORMAT),
     "model_quantization_config": Refused(FORMAT),
     "qat": Refused("trains quantized weights, which is not planned"),
@@ -320,7 +317,7 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
         implementation = "eager"
     if implementation is not None:
         reading.settings["experts_implementation"] = implementation
-    _read_four_bits(values, reading)
+    _read_quantized(values, reading)
     if values.get("adapter"):
         _read_adapters(values, reading)
     version = values["fsdp_version"] or 1
@@ -358,16 +355,21 @@ def _read_adapters(values: Mapping[str, Any], reading: FileReading) -> None:
         reason = "leaves the choice of layers to PEFT, which has one for each kind of model"
         reading.refuse("lora_target_modules", targets, reason, "Add lora_target_linear=true")
     kernels = [values[name] for name in _LORA_KERNELS]
-    if any(kernels) or all(one is None for one in kernels):
+    # Axolotl switches none on for weights of 8 bits, which they cannot compute with.
+    if any(kernels) or (all(one is None for one in kernels) and not values["load_in_8bit"]):
         reading.notes.append(
             "LoRA kernels: planned without them, but Axolotl switches them on unless lora_mlp_kernel and the "
             "like are false; they keep fewer activations"
         )
 
 
-def _read_four_bits(values: Mapping[str, Any], reading: FileReading) -> None:
+def _read_quantized(values: Mapping[str, Any], reading: FileReading) -> None:
     four_bits, quantized = values["load_in_4bit"] is True, values.get("adapter") == "qlora"
-    if four_bits and not quantized:
+    eight_bits = values["load_in_8bit"] is True
+    if eight_bits and quantized:
+        remedy = "Add load_in_8bit=false load_in_4bit=true, or adapter=lora"
+        reading.refuse("load_in_8bit", True, "goes with adapter: lora only", remedy)
+    elif four_bits and not quantized:
         reading.refuse("load_in_4bit", True, "goes with adapter: qlora only", "Add adapter=qlora")
     elif quantized and not four_bits:
         remedy = "Add load_in_4bit=true, or adapter=lora"
@@ -381,6 +383,8 @@ def _read_four_bits(values: Mapping[str, Any], reading: FileReading) -> None:
             "bnb_4bit_quant_storage": given.get("bnb_4bit_quant_storage", "bfloat16"),
             "prepare_for_kbit_training": False,  # it is, and then cast back
         }
+    elif eight_bits:
+        reading.settings |= {"load_in_8bit": True, "prepare_for_kbit_training": False}
 
 
 AXOLOTL = Trainer(

@@ -34,7 +34,7 @@ _MARKS = {
         "model_name_or_path",
         names(
             "dataset_name datasets use_peft lora_r lora_target_modules dtype attn_implementation "
-            "load_in_4bit packing_strategy completion_only_loss dataset_text_field beta "
+            "load_in_4bit load_in_8bit packing_strategy completion_only_loss dataset_text_field beta "
             "precompute_ref_log_probs num_generations max_completion_length reward_funcs use_vllm"
         ),
     ),
@@ -97,7 +97,7 @@ def read_file(
     ranks = None
     if launch is not None:
         ranks = read_launch(_launch(launch), reading)
-    _refuse_four_bits(trainer, given, reading)
+    _refuse_to_train_quantized(trainer, given, reading)
     if reading.refusals:
         lines = "".join(f"\n  {refusal}" for refusal in reading.refusals)
         raise NoPrediction(f"{path} cannot be planned as {trainer.name} trains it:{lines}")
@@ -207,11 +207,14 @@ def _apply(given: dict[str, Any], change: str, trainer: Trainer) -> None:
         raise ConfigError(key, value, f"is not YAML ({error})", "Write key=value") from None
 
 
-def _refuse_four_bits(trainer: Trainer, given: Mapping[str, Any], reading: FileReading) -> None:
-    """Refuse weights of 4 bits that nothing trains."""
-    if reading.settings.get("load_in_4bit") and not reading.settings.get("lora"):
+def _refuse_to_train_quantized(
+    trainer: Trainer, given: Mapping[str, Any], reading: FileReading
+) -> None:
+    """Refuse weights of 4 or 8 bits that nothing trains."""
+    bits = next((n for n in (4, 8) if reading.settings.get(f"load_in_{n}bit")), None)
+    if bits and not reading.settings.get("lora"):
         key, value = trainer.adapters
-        reason = "trains the weights themselves, and those of 4 bits have no gradients"
+        reason = f"trains the weights themselves, and those of {bits} bits have no gradients"
         remedy = f"Train adapters ({key}: {str(value).lower()})"
         reading.refuse(key, given.get(key), reason, remedy)
 

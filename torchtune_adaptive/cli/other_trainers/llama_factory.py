@@ -19,7 +19,6 @@ from torchtune_adaptive.cli.other_trainers.keys import (
 )
 from torchtune_adaptive.cli.other_trainers.sharding import read_sharding
 from torchtune_adaptive.cli.other_trainers.training_arguments import (
-    EIGHT_BITS,
     FORMAT,
     KERNELS,
     PARALLEL,
@@ -58,7 +57,7 @@ _KEYS: Keys = {
     ),
     "packing": Joint("padded: rows are full, without a mask", None, (None, True, False)),
     "neat_packing": Joint("the same, with fa2 or fa3", False, (True, False)),
-    "quantization_bit": Sets("load_in_4bit", None, {None: False, 4: True}, EIGHT_BITS),
+    "quantization_bit": Joint("load_in_4bit or load_in_8bit", None, (None, 4, 8)),
     "quantization_method": Joint("must be bitsandbytes'", "bnb", ("bnb",), FORMAT),
     "double_quantization": Sets("bnb_4bit_use_double_quant", True),
     "use_dora": Refused("gives adapters magnitudes, which are not planned"),
@@ -184,11 +183,10 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
         reading.settings["use_liger_kernel"] = True
     if values["moe_aux_loss_coef"]:
         reading.settings["output_router_logits"] = True
-    if reading.settings.get("load_in_4bit"):
-        reading.settings |= {
-            "prepare_for_kbit_training": False,
-            "bnb_4bit_quant_storage": "bfloat16",  # the type that it computes in
-        }
+    if bits := values["quantization_bit"]:
+        reading.settings |= {f"load_in_{bits}bit": True, "prepare_for_kbit_training": False}
+    if bits == 4:
+        reading.settings["bnb_4bit_quant_storage"] = "bfloat16"  # the type that it computes in
     if read_sharding(values["fsdp"], values["fsdp_config"], 1, reading):
         reading.settings["fsdp"] = True
 

@@ -34,7 +34,6 @@ FLASH = (
 SDPA = "sdpa"
 WHY_NOT_ATTENTION = "is attention that is not planned"
 FORMAT = "has weights of fewer bits in another format, which is not planned"
-EIGHT_BITS = "has weights of 8 bits, which are not planned"
 KERNELS = "replaces layers by kernels that keep other activations, which are not planned"
 FP16 = "is mixed precision with a scaler of losses, which is not planned"
 DEEPSPEED = "is a strategy of DeepSpeed, which is not planned"

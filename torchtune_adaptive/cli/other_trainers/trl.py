@@ -22,7 +22,6 @@ from torchtune_adaptive.cli.other_trainers.keys import (
 )
 from torchtune_adaptive.cli.other_trainers.sharding import read_sharding
 from torchtune_adaptive.cli.other_trainers.training_arguments import (
-    EIGHT_BITS,
     FLASH,
     SDPA,
     WHY_NOT_ATTENTION,
@@ -69,9 +68,7 @@ COMMON: Keys = {
         {name: name for name in ("uint8", "bfloat16", "float16", "float32")},
         "is a type for weights of 4 bits that is not planned",
     ),
-    "load_in_8bit": Refused(
-        EIGHT_BITS, "Plan adapters on weights of 4 bits or bfloat16: load_in_8bit=false"
-    ),
+    "load_in_8bit": Sets("load_in_8bit", False),
     "model_init_kwargs": Refused("may make another model", off=(None, {})),
 }
 """The keys of each of TRL's trainers."""

@@ -33,7 +33,9 @@ _VIEWS = ("detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "se
 _WITHOUT_KERNEL = frozenset((*_ALLOCATIONS, *_VIEWS))
 _SCALED = "_scaled_mm"
 """A product of 8 bits, whose speed is taken to be that of its result's type."""
-_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, _SCALED: 0}
+_INTEGER = "_int_mm"
+"""A product of integers of 8 bits, whose speed is taken to be that of 16 bits."""
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, _SCALED: 0, _INTEGER: 0}
 """Matrix products, and which argument is the left factor."""
 _GROUPED = "_grouped_mm"
 """The products of experts, each of its own rows."""
@@ -214,7 +216,9 @@ class OperationLog:
             batch = left.shape[0] if left.dim() == 3 else 1
             shape = (batch, left.shape[-2], right.shape[-1], left.shape[-1])
             flops = _flops_of(shape)
-            if signature.name != _SCALED:  # a product of 16 bits may be added to a sum of 32
+            if signature.name == _INTEGER:
+                dtype = "float16"
+            elif signature.name != _SCALED:  # a product of 16 bits may be added to a sum of 32
                 dtype = str(left.dtype)[6:]
         elif signature.name == _GROUPED:
             shape = _grouped(*args[:3], kwargs.get("offs"))
