@@ -67,6 +67,18 @@ def test_samples_in_one_row_do_not_see_each_other(speed: Callable[..., Speed]) -
     assert packed.seconds == pytest.approx(apart.seconds, rel=0.02)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_layers_that_are_checkpointed_are_computed_again_whatever_computes_them(
+    speed: Callable[..., Speed], bits: int
+) -> None:
+    usual = speed(lora=True, per_device_train_batch_size=16)
+    quantized = speed(lora=True, per_device_train_batch_size=16, **{f"load_in_{bits}bit": True})
+    assert flops(quantized) == pytest.approx(flops(usual), rel=0.001)
+    assert quantized.recomputing > 0.9 * usual.recomputing
+    kept = speed(lora=True, load_in_4bit=True, gradient_checkpointing=False)
+    assert kept.recomputing == 0
+
+
 def test_pairs_have_the_tokens_of_both_and_a_reference(speed: Callable[..., Speed]) -> None:
     pairs = speed(trainer="DPOTrainer", lora=True, per_device_train_batch_size=4)
     rows = speed(lora=True, per_device_train_batch_size=8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -39,6 +39,7 @@ from torchtune_adaptive.library.trainer_parts import (
     preference_loss,
     without_adapters,
 )
+from torchtune_adaptive.planner import fake_device
 
 Batch = dict[str, torch.Tensor]
 _ATTENTION = "planned"
@@ -228,7 +229,12 @@ class StepModel:
 
     def _when_checkpointed(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The contexts of a layer in the forward pass, and when backward repeats it."""
-        return nullcontext(), self.mixed_precision()
+        return nullcontext(), self._repeating()
+
+    @contextmanager
+    def _repeating(self) -> Iterator[None]:
+        with self.mixed_precision(), fake_device.repeating():
+            yield
 
     def log_probs(
         self,
