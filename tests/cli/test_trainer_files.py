@@ -382,6 +382,11 @@ def test_kernels_of_liger_are_those_that_a_file_switches_on() -> None:
             "load_in_8bit: true goes with adapter: lora only",
         ),
         ("axolotl/full", ["load_in_8bit=true"], "those of 8 bits have no gradients"),
+        (
+            "axolotl/lora_fsdp2",
+            ["load_in_8bit=true"],
+            "weights of 8 bits with FSDP2, which cannot shard integers. Load them with 4 bits",
+        ),
         ("llama_factory/lora_sft", ["quantization_bit=3"], "What can be planned: null, 4, 8"),
         ("llama_factory/lora_sft", ["quantization_method=hqq"], "bits in another format"),
         (

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.hugging_face import about
 from tests.helpers.torchvision import without_torchvision
 from torchtune_adaptive import TransformersStep, UsageError
 from torchtune_adaptive.library.eight_bit import EightBitLinear
@@ -68,12 +69,8 @@ def test_adapters_are_beside_it() -> None:
     assert adapted.lora_b.weight.grad is not None
 
 
-LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
-LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-
-
 def test_a_plan_has_the_bytes_of_the_weights_and_a_speed(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(about("Llama", 256, 2, 4, 2, 64, 128, 512)))
     settings: dict[str, Any] = {"folder": str(tmp_path), "dtype": "bfloat16", "lora": True}
     settings |= {
         "per_device_train_batch_size": 2,
@@ -89,7 +86,7 @@ def test_a_plan_has_the_bytes_of_the_weights_and_a_speed(tmp_path: Path) -> None
         )
     numbers = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3)
     outputs = 2 * (2 * 64 + 2 * 32 + 2 * 128 + 64)
-    tables = 2 * 7 * 16 * 4
+    tables = 2 * 7 * 16 * 4  # of weights of 4 bits, whose scales are those of 64 weights
     saved = numbers // 2 + 4 * outputs - 4 * numbers // 64 - tables
     assert eight.parts["parameters"] - four.parts["parameters"] == saved
     assert eight.speed is not None and four.speed is not None

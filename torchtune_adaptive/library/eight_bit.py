@@ -1,8 +1,8 @@
 """Linear layers whose weights have 8 bits, with the memory of those that bitsandbytes makes of a model.
 
-This is LLM.int8(): inputs are quantized for each product. Columns with an input of 6 or more (*outliers*) are
-multiplied in 16 bits. Which these are depends on values, and none are here: they take a copy of these
-columns, and for a moment one of the result. Checked against bitsandbytes 0.50.
+This is LLM.int8(): inputs are quantized for each product. Columns that have an input of a magnitude of 6
+or more (*outliers*) are multiplied in 16 bits. Which these are depends on values, and none are here: they
+take a copy of these columns, and for a moment one of the result. Checked against bitsandbytes 0.50.
 """
 
 from __future__ import annotations

@@ -233,6 +233,7 @@ class StepModel:
 
     @contextmanager
     def _repeating(self) -> Iterator[None]:
+        """The context of what backward repeats."""
         with self.mixed_precision(), fake_device.repeating():
             yield
 

@@ -397,8 +397,8 @@ class TransformersStep:
         others = "float32, as PEFT prepares it" if self.is_prepared else self.dtype
         if self.load_in_8bit:
             lines.append(
-                "linear layers: 8 bits as of bitsandbytes 0.50, with no inputs of 6 or more; the rest is in "
-                f"{others}"
+                "linear layers: 8 bits as of bitsandbytes 0.50, without outliers (inputs of a magnitude of 6 "
+                f"or more); the rest is in {others}"
             )
         if self.load_in_4bit:
             double = "with" if self.bnb_4bit_use_double_quant else "without"

@@ -97,7 +97,7 @@ def read_file(
     ranks = None
     if launch is not None:
         ranks = read_launch(_launch(launch), reading)
-    _refuse_to_train_quantized(trainer, given, reading)
+    _refuse_quantized(trainer, given, reading)
     if reading.refusals:
         lines = "".join(f"\n  {refusal}" for refusal in reading.refusals)
         raise NoPrediction(f"{path} cannot be planned as {trainer.name} trains it:{lines}")
@@ -207,16 +207,19 @@ def _apply(given: dict[str, Any], change: str, trainer: Trainer) -> None:
         raise ConfigError(key, value, f"is not YAML ({error})", "Write key=value") from None
 
 
-def _refuse_to_train_quantized(
-    trainer: Trainer, given: Mapping[str, Any], reading: FileReading
-) -> None:
-    """Refuse weights of 4 or 8 bits that nothing trains."""
+def _refuse_quantized(trainer: Trainer, given: Mapping[str, Any], reading: FileReading) -> None:
+    """Refuse weights of 4 or 8 bits that nothing trains, or that FSDP2 cannot shard."""
     bits = next((n for n in (4, 8) if reading.settings.get(f"load_in_{n}bit")), None)
     if bits and not reading.settings.get("lora"):
         key, value = trainer.adapters
         reason = f"trains the weights themselves, and those of {bits} bits have no gradients"
         remedy = f"Train adapters ({key}: {str(value).lower()})"
         reading.refuse(key, given.get(key), reason, remedy)
+    if bits == 8 and reading.settings.get("fsdp"):
+        reading.refusals.append(
+            "weights of 8 bits with FSDP2, which cannot shard integers. Load them with 4 bits, or plan DDP "
+            "without the keys for FSDP (more memory)."
+        )
 
 
 def _unread(ignored: Sequence[str], unknown: Sequence[str], trainer: Trainer) -> list[str]:
