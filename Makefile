@@ -4,7 +4,7 @@
 #   make demo-oom  the same, with half of one rank's memory taken mid-run, compared with an undisturbed run
 #   make test      lint, types, and the quick tests, which sample the slow ones (SHARD=N takes another sample)
 #   make test-all  lint, types, and every test that needs no GPU
-#   make test-rest only what `make test` samples or leaves out, as test-all runs it (PART=K: one in K of it)
+#   make test-rest only what `make test` samples or leaves out, as test-all runs it (MINUTES=M: for so long)
 #   make test-one  the tests in T, e.g. T=tests/core/test_search.py
 #   make test-torchtune-main PYTHON=...  what is special on torchtune's main branch, which that Python has
 #   make check     lint and types only
@@ -55,32 +55,31 @@ demo-oom: $(READY)
 	$(BIN)/python demos/compare_runs.py demo_output/undisturbed demo_output/disturbed
 
 SHARD ?= 0
-PART ?= 1
-PYTEST := $(RUN) $(BIN)/python -m pytest --shard $(SHARD) --part $(PART)
+PYTEST := $(RUN) $(BIN)/python -m pytest --shard $(SHARD)
 TIER :=
-AND :=
+OF_TIER = $(TIER) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(PLACES),--places $(PLACES))
 
 # In lanes, because processes of ranks wait for each other much of the time; each lane prints when it is done.
 LANES = @+$(MAKE) --no-print-directory -j 3 --output-sync=target test-unit test-ranks test-runs
 
 test: $(READY)
-	@echo "Running lint, types and unit tests, tests of ranks, and whole runs in parallel: 5 to 20 minutes."
+	@echo "Running lint, types and unit tests, tests of ranks, and whole runs in parallel: 7 to 20 minutes."
 	$(LANES)
 
 test-unit: check
-	$(PYTEST) $(TIER) -m "not ranks and not runs $(AND)"
+	$(PYTEST) --lane unit $(OF_TIER)
 
 test-ranks: $(READY)
-	$(PYTEST) $(TIER) -m "ranks $(AND)"
+	$(PYTEST) --lane ranks $(OF_TIER)
 
 test-runs: $(READY)
-	$(PYTEST) $(TIER) -m "runs $(AND)"
+	$(PYTEST) --lane runs $(OF_TIER)
 
 test-all: $(READY)
 	$(LANES) TIER=--exhaustive
 
 test-rest: $(READY)
-	$(LANES) TIER=--exhaustive AND='and exhaustive'
+	$(LANES) TIER=--rest
 
 test-one: $(READY)
 	$(PYTEST) $(or $(T),$(error which tests? For example: make test-one T=tests/core/test_search.py))

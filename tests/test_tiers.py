@@ -1,77 +1,171 @@
-"""Which tests and cases each tier runs."""
+"""Which tests and cases each tier runs, and that successive runs of CI run them all."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, count
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import leave_to_other_shards, other_parts
+from tests.helpers.beside import ROOT
+from tests.helpers.samples import Sample
+from tests.helpers.tiers import PLACES, SWEEP, Case, between, place, quick, rest
+
+# What prints all cases of all tests, as the tiers see them.
+CASES = """
+import json, sys, pytest
+from dataclasses import astuple
+from pathlib import Path
+from tests.conftest import case_of
+class Cases:
+    def pytest_collection_modifyitems(self, items):
+        Path(sys.argv[1]).write_text(json.dumps([astuple(case_of(item)) for item in items]))
+pytest.main(["--collect-only", "--quiet", "--exhaustive", "tests"], plugins=[Cases()])
+"""
+
+SHARE = 0.05
+"""Of the rest, what a run of CI comes to at least; it says how much that was."""
+WITHIN = 300
+"""So many runs of CI find every case. CONTRIBUTING.md says so."""
 
 
-class Case:
-    """What pytest knows of a case of a test, as far as it matters here."""
-
-    def __init__(self, number: int, *marks: pytest.MarkDecorator, test: str = "test_name") -> None:
-        self.nodeid = f"tests/test_file.py::{test}[{number}]"
-        self.marks = {mark.name: mark.mark for mark in marks}
-
-    def get_closest_marker(self, name: str) -> pytest.Mark | None:
-        return self.marks.get(name)
-
-    def add_marker(self, name: str) -> None:
-        self.marks[name] = getattr(pytest.mark, name).mark
+def jumping(seed: int) -> Iterator[int]:
+    """Counts of commits when CI runs."""
+    chance = random.Random(seed)
+    return accumulate(chance.randint(1, 60) for _ in count())
 
 
-@pytest.mark.parametrize(("cases", "at_once"), [(1, 1), (3, 1), (5, 2), (7, 2)])
-def test_successive_shards_run_all_cases(cases: int, at_once: int) -> None:
-    mark = pytest.mark.rotating(at_once) if at_once > 1 else pytest.mark.rotating
-    visited: set[str] = set()
-    for shard in range(10, 10 - (-cases // at_once)):
-        items: list[Any] = [Case(number, mark) for number in range(cases)]
-        leave_to_other_shards(items, shard)
-        run = {item.nodeid for item in items if "exhaustive" not in item.marks}
-        assert len(run) == at_once
-        visited |= run
-    assert len(visited) == cases
+def successions() -> dict[str, Iterable[int]]:
+    return {
+        "successive": count(1408),
+        **{f"every {step}th": count(1408, step) for step in (7, 8, 29, 60)},
+        **{f"jumping, seed {seed}": jumping(seed) for seed in range(2)},
+    }
 
 
-def test_two_shards_run_all_tests_and_more_run_all_cases() -> None:
-    visited: set[str] = set()
-    for shard in range(10, 16):
-        items: list[Any] = [
-            *(Case(0, pytest.mark.alternating, test=f"test_{letter}") for letter in "abc"),
-            *(Case(number, pytest.mark.alternating, pytest.mark.rotating) for number in range(3)),
-            Case(0, test="test_always"),
-        ]
-        leave_to_other_shards(items, shard)
-        run = {item.nodeid for item in items if "exhaustive" not in item.marks}
-        assert len(run) == 3, "two of the four that alternate, and the one that does not"
-        assert items[-1].nodeid in run
-        visited |= run
-        if shard == 11:
-            assert len(visited) == 5, "all tests; of the rotating one there are two more cases"
-    assert visited == {item.nodeid for item in items}
+def test_runs_of_ci_find_every_case(tmp_path: Path) -> None:
+    file = tmp_path / "cases"
+    command = [sys.executable, "-c", CASES, file]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    cases = [Case(*each) for each in json.loads(file.read_text())]
+    assert len(cases) > 6000 and len({case.name for case in cases}) == len(cases)
+    # Those that the quick tier always runs in full need no replay.
+    chosen = [c for c in cases if c.exhaustive or c.sampled or c.rotating or c.alternating]
+    assert len({place(case.name) for case in chosen}) == len(chosen), "an arc has one beginning"
+    assert f"{WITHIN} runs" in " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    for name, numbers in successions().items():
+        left = {case.name for case in chosen if not case.sweep}
+        for run, number in enumerate(numbers, 1):
+            left -= proved(chosen, number)
+            if not left:
+                break
+            assert run < WITHIN, (name, sorted(left))
+        print(name, run)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_successive_shards_run_all_parts(parts: int) -> None:
-    items: list[Any] = [Case(number, pytest.mark.rotating) for number in range(7)]
-    for item in items[1:]:
-        item.add_marker("exhaustive")
-    visited: list[str] = []
-    for shard in range(10, 10 + parts):
-        left_out = other_parts(items, shard, parts)
-        assert items[0] not in left_out, "the quick tier runs it in any case"
-        visited += [item.nodeid for item in items[1:] if item not in left_out]
-    assert sorted(visited) == [item.nodeid for item in items[1:]]
+def proved(cases: list[Case], number: int) -> set[str]:
+    """What a run of CI proves all of that it can."""
+    in_part = {case.name for case in cases if case.sampled}
+    owed = rest(cases, number)
+    return (quick(cases, number) - in_part) | {*owed[: round(SHARE * len(owed))]}
 
 
-def test_of_a_sweep_a_part_runs_little_and_all_shards_run_all() -> None:
-    items: list[Any] = [Case(number, pytest.mark.sweep) for number in range(190)]
-    for item in items:
-        item.add_marker("exhaustive")
-    assert other_parts(items, 5, 1) == []
-    run = [set(items) - set(other_parts(items, shard, 3)) for shard in range(90)]
-    assert max(map(len, run)) == 3
-    assert set.union(*run) == set(items)
+def test_successive_numbers_find_every_operation() -> None:
+    """As tests sample them, with hashes of the number and of their names."""
+    left = {*range(1, 301)}
+    for number in range(200):
+        left -= {*Sample(False, place(f"{number} test"), 29).of(300)}
+    assert not left
+
+
+def cases_of(test: str, cases: int, **marks: bool | int) -> list[Case]:
+    return [Case(f"tests/test_file.py::{test}[{n}]", **marks) for n in range(cases)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("cases", "at_once"), [(1, 1), (3, 1), (5, 2), (7, 7), (2, 3)])
+def test_the_quick_tier_runs_some_cases_of_a_rotating_test(cases: int, at_once: int) -> None:
+    every = cases_of("test_name", cases, rotating=at_once)
+    found = [quick(every, number) for number in range(60)]
+    assert {len(each) for each in found} == {min(cases, at_once)}
+    assert set.union(*found) == {case.name for case in every}
+
+
+def test_the_quick_tier_runs_half_of_the_alternating_tests_of_a_file() -> None:
+    every = [
+        *(case for letter in "abc" for case in cases_of(f"test_{letter}", 2, alternating=True)),
+        *cases_of("test_both", 3, alternating=True, rotating=1),
+        *cases_of("test_always", 2),
+        *cases_of("test_never", 2, exhaustive=True),
+    ]
+    found = [quick(every, number) for number in range(40)]
+    tests = [{name.partition("[")[0] for name in each} for each in found]
+    assert all(len(each) == 3 for each in tests), "two that alternate, and the one that does not"
+    assert set.union(*found) == {case.name for case in every if not case.exhaustive}
+
+
+def test_the_rest_is_what_the_quick_tier_owes() -> None:
+    every = [
+        *cases_of("test_turning", 9, rotating=2),
+        *cases_of("test_in_part", 3, sampled=True),
+        *cases_of("test_long", 4, exhaustive=True),
+        *cases_of("test_short", 2),
+    ]
+    for number in range(9):
+        ran, owed = quick(every, number), rest(every, number)
+        assert len(owed) == 7 + 3 + 4
+        assert ran.isdisjoint(name for name in owed if "in_part" not in name)
+        assert ran | {*owed} == {case.name for case in every}
+        assert owed == rest(every[::-1], number), "names decide, not where they are found"
+    assert len({rest(every, number)[0] for number in range(9)}) > 2
+
+
+def test_the_rest_takes_a_tenth_of_a_sweep() -> None:
+    every = cases_of("test_name", 200, exhaustive=True, sweep=True)
+    found = [rest(every, number) for number in range(100)]
+    assert all(0 < len(each) < 4 * len(every) / SWEEP for each in found)
+    assert {*sum(found, [])} == {case.name for case in every}
+
+
+def test_two_arcs_are_the_ring() -> None:
+    names = [f"test_{number}" for number in range(50)]
+    first, end = place(names[0]), place(names[1])
+    some = {name for name in names if between(first, end, name)}
+    others = {name for name in names if between(end, first, name)}
+    assert names[0] in some and names[1] in others
+    assert len(some) + len(others) == len(some | others) == len(names)
+    assert all(between(first, first, name) for name in names)
+    assert 0 <= min(map(place, names)) and max(map(place, names)) < PLACES
+
+
+def test_what_a_limit_cuts_off_can_be_repeated(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest, time\n"
+        "@pytest.mark.exhaustive\n"
+        "@pytest.mark.parametrize('case', range(200))\n"
+        "def test_one(case): time.sleep(0.05)\n"
+    )
+
+    def ran(*options: str) -> tuple[set[str], str]:
+        command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-W", "ignore", "-v"]
+        command += ["-p", "no:cacheprovider", "--rest", "--rootdir", f"{tmp_path}", *options]
+        run = subprocess.run(
+            [*command, f"{tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        return {*re.findall(r"(test_one\[\d+\]) PASSED", run.stdout)}, run.stdout
+
+    found, said = ran("--shard", "5", "--minutes", f"{2 / 60}")
+    assert 0 < len(found) < 200
+    assert f"{len(found)} of 200 ran." in said
+    assert f"{len(found)} passed, {200 - len(found)} deselected" in said
+    again, others = re.findall(r"make test-rest TIER=--rest SHARD=5 PLACES=(\S+)", said)
+    assert ran("--shard", "5", "--places", again)[0] == found
+    left, said = ran("--shard", "5", "--places", others)
+    assert left.isdisjoint(found) and len(left | found) == 200
+    assert "all 200" not in said and f"{len(left)} of {len(left)} ran." in said
