@@ -59,10 +59,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="which sample the quick tier takes, and where the rest begins",
     )
     group.addoption(
-        "--minutes", type=float, metavar="M", help="with --rest: begin no test after so many minutes"
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="with --rest: begin no test after so many minutes",
     )
     group.addoption(
-        "--places", metavar="A-B", help="with --rest: only tests from place A to B, as a run has said"
+        "--places",
+        metavar="A-B",
+        help="with --rest: only tests from place A to B, as a run has said",
     )
     group.addoption(
         "--lane", choices=LANES, help="only tests of this kind, and a line for .ci/run to show"
@@ -91,6 +96,14 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: each search of a test collects garbage, and need not look at it."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor at what the tests of other modules have imported: a million objects, a second each time."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

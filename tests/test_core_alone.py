@@ -9,34 +9,24 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.beside import ROOT, link_environment
+from tests.helpers.tiers import place
 
 # Tests that ranks run, of each kind of helper: the others take longer than they tell here.
 ON_RANKS = "each_launch or test_phases or test_noise_on_ranks"
 
 
 @pytest.mark.ranks
-def test_the_core_needs_only_torch_to_be_tested(tmp_path: Path, shard: int) -> None:
+def test_the_core_needs_only_torch_to_be_tested(
+    tmp_path: Path, exhaustive: bool, shard: int
+) -> None:
+    """All tests, or one of each module, which imports what it needs."""
     needed = ("torch", "numpy", "psutil", "pyyaml", "pytest")
     python = link_environment(tmp_path / "environment", *needed)
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-    missing = (
-        "import importlib.util as u; assert not any(map(u.find_spec, ('torchtune', 'omegaconf')))"
-    )
-    subprocess.run([python, "-c", missing], env=environment, check=True, timeout=60)
-    tests = [
-        python,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--shard",
-        str(shard),
-        "tests/core",
-    ]
-    for chosen in (["-m", "not ranks"], ["-m", "ranks", "-k", ON_RANKS]):
+
+    def printed(*arguments: str) -> str:
         run = subprocess.run(
-            [*tests, *chosen],
+            [python, *arguments],
             cwd=ROOT,
             env=environment,
             capture_output=True,
@@ -44,4 +34,25 @@ def test_the_core_needs_only_torch_to_be_tested(tmp_path: Path, shard: int) -> N
             timeout=600,
         )
         assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-        assert " passed" in run.stdout
+        return run.stdout
+
+    printed(
+        "-c",
+        "import importlib.util as u; assert not any(map(u.find_spec, ('torchtune', 'omegaconf')))",
+    )
+    pytest_of_core = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--shard", f"{shard}")
+    listed = [
+        name
+        for chosen in (["not ranks"], ["ranks", "-k", ON_RANKS])
+        for name in printed(
+            *pytest_of_core, "--collect-only", "tests/core", "-m", *chosen
+        ).splitlines()
+        if "::" in name
+    ]
+    of_module: dict[str, list[str]] = {}
+    for name in listed:
+        of_module.setdefault(name.partition("::")[0], []).append(name)
+    assert len(of_module) > 20
+    one_of_each = [min(names, key=lambda n: place(f"{shard} {n}")) for names in of_module.values()]
+    said = printed(*pytest_of_core, *(listed if exhaustive else one_of_each))
+    assert " passed" in said

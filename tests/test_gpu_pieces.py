@@ -130,12 +130,14 @@ class TestPieces:
         assert self.call(gpu, pieces[:1], tmp_path)
         assert len((tmp_path / "good").read_text()) == 2
 
+    @pytest.mark.alternating
     def test_a_piece_has_its_time_and_no_more(self, gpu: Any) -> None:
         code = "import time; print('begun', flush=True); time.sleep(600)"
         result = gpu.run(gpu.Piece("slow", f'-c "{code}"', 5))
         assert result.exit_code is None and result.seconds < 300
         assert result.output == "begun\n" and "stopped after" in result.ended
 
+    @pytest.mark.alternating
     def test_what_a_stopped_piece_had_found_is_kept(
         self, gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -191,6 +193,7 @@ class TestPieces:
         assert table[2].startswith("| good | | passed, ")
         assert "\n".join(table) in (tmp_path / "docs" / "gpu.md").read_text()
 
+    @pytest.mark.alternating
     def test_tests_are_counted_as_they_end(self, gpu: Any, tmp_path: Path) -> None:
         """Without the plugins that are installed, and although one of them is stopped."""
         (tmp_path / "test_some.py").write_text(

@@ -188,6 +188,7 @@ def refused(*words: str) -> str:
 
 
 @pytest.mark.runs
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -209,12 +210,14 @@ def test_options_that_make_no_sense_are_refused(words: list[str], said: str) -> 
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_an_elastic_run_says_what_its_config_lacks() -> None:
     printed = refused("--nproc_per_node", "3:2", "--elastic", RECIPE, "--config", "tiny/full")
     assert "without resume_from_checkpoint=True save_every_n_steps=100" in printed
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_a_config_is_required() -> None:
     assert "The '--config' argument is required" in refused("--nproc_per_node", "2", RECIPE)
 
@@ -254,6 +257,7 @@ def wait_for_the_end_of(session: int) -> None:
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_a_run_of_which_ranks_are_killed_is_restarted_and_trains_the_same(tmp_path: Path) -> None:
     killed: list[Fatal] = [(1, "step 4", signal.SIGKILL), (0, "step 6", signal.SIGKILL)]
     with launched(tmp_path, killed, "--max-restarts", "2", **CHANGES) as run:
@@ -264,6 +268,8 @@ def test_a_run_of_which_ranks_are_killed_is_restarted_and_trains_the_same(tmp_pa
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
+@pytest.mark.rotating
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_a_place_whose_rank_cannot_start_is_left_out(start_method: str, tmp_path: Path) -> None:
     dies: Fatal = (1, "loading the model", signal.SIGKILL)
@@ -276,6 +282,7 @@ def test_a_place_whose_rank_cannot_start_is_left_out(start_method: str, tmp_path
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_an_elastic_run_with_a_mistake_makes_one_attempt(tmp_path: Path) -> None:
     options = ("--elastic", "--max-restarts", "5")
     with launched(tmp_path, [], *options, **CHANGES, **{"adaptive_batching.headroom": 2}) as run:
@@ -294,6 +301,7 @@ def test_an_elastic_run_that_comes_no_further_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_an_elastic_run_keeps_its_batch_when_a_rank_is_gone(tmp_path: Path) -> None:
     killed: list[Fatal] = [(1, "step 4", signal.SIGKILL), (1, "loading the model", signal.SIGKILL)]
     options = ("--elastic", "--max-restarts", "2")
@@ -324,6 +332,7 @@ LONG = {**CHANGES, "max_steps_per_epoch": None, "save_every_n_steps": None, "epo
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_a_launcher_that_is_asked_to_stop_stops_and_saves(tmp_path: Path) -> None:
     with launched(tmp_path, [], "--max-restarts", "2", **LONG) as run:
         wait_until("step 1, loss", tmp_path)
@@ -335,6 +344,7 @@ def test_a_launcher_that_is_asked_to_stop_stops_and_saves(tmp_path: Path) -> Non
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
     with launched(tmp_path, [], **LONG) as run:
         wait_until("step 1, loss", tmp_path)
@@ -371,6 +381,7 @@ def program(folder: Path, ends: str, *options: str) -> tuple[int, str]:
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     ("ends", "status", "text"),
     [

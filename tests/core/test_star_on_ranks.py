@@ -6,8 +6,6 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -90,27 +88,18 @@ SAYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def ended() -> Iterator[dict[str, Future[list[Ended]]]]:
-    """How each of the runs ends; three at a time, because most of it is waiting."""
-    with ThreadPoolExecutor(3) as threads:
-        yield {
-            name: threads.submit(
-                watch_ranks,
-                lose,
-                size,
-                victim,
-                *what,
-                until_exit_of=[rank for rank in range(size) if rank != victim],
-            )
-            for name, (size, victim, what) in RUNS.items()
-        }
+def ended(run: str) -> list[Ended]:
+    """How the ranks of a run end; those that are not the victim end by themselves."""
+    size, victim, what = RUNS[run]
+    others = [rank for rank in range(size) if rank != victim]
+    return watch_ranks(lose, size, victim, *what, until_exit_of=others)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("run", SAYS)
-def test_all_others_stop_and_name_it_once(run: str, ended: dict[str, Future[list[Ended]]]) -> None:
+def test_all_others_stop_and_name_it_once(run: str) -> None:
     size, victim, _ = RUNS[run]
-    ranks = ended[run].result()
+    ranks = ended(run)
     survivors = [rank for number, rank in enumerate(ranks) if number != victim]
     assert len(survivors) == size - 1
     for rank in survivors:
@@ -119,8 +108,8 @@ def test_all_others_stop_and_name_it_once(run: str, ended: dict[str, Future[list
         assert SAYS[run] in rank.said, rank.said
 
 
-def test_who_broke_a_collective_is_named_by_all(ended: dict[str, Future[list[Ended]]]) -> None:
-    *survivors, _ = ended["killed, in a collective"].result()
+def test_who_broke_a_collective_is_named_by_all() -> None:
+    *survivors, _ = ended("killed, in a collective")
     for rank in survivors:
         assert rank.exit_code in (1, EXIT_CODE), rank.said
         assert "rank 2" in rank.said, rank.said
@@ -144,6 +133,7 @@ def test_a_rank_ends_though_rank_0_answers_nothing() -> None:
     assert rank.exit_code == 1 and "ValueError: a bug" in rank.said, rank.said
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("holder", [0, 2])
 def test_nobody_is_lost_while_one_may_take_any_time(holder: int) -> None:
     for rank in watch_ranks(hold_the_lock, 3, holder, until_exit_of=[0, 1, 2]):

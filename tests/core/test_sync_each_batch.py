@@ -200,6 +200,7 @@ STEPS = pytest.mark.parametrize("fails_in", [0, 1, 3], ids=["first step", "secon
 
 
 @STEPS
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize("name", ["plain", "half, reduced in float32"])
 def test_memory_may_run_out_anywhere(
@@ -212,7 +213,7 @@ def test_memory_may_run_out_anywhere(
 
 
 @STEPS
-@pytest.mark.rotating(3)
+@pytest.mark.rotating
 def test_memory_may_run_out_anywhere_with_copies_of_shards(fails_in: int, sample: Sample) -> None:
     sample = sample.every(exhaustive=5, quick=61)
     for tried, wrong in run_ranks(lost, 4, HSDP, 4, fails_in, sample, timeout=280):

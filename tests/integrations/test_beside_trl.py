@@ -19,12 +19,16 @@ def test_with_the_real_libraries(name: str, beside_trl: Path, pytestconfig: pyte
 
 
 @pytest.mark.parametrize("name", sorted(OF_TORCHTITAN))
-def test_with_the_real_torchtitan(name: str, beside_torchtitan: Path, pytestconfig: pytest.Config) -> None:
+def test_with_the_real_torchtitan(
+    name: str, beside_torchtitan: Path, pytestconfig: pytest.Config
+) -> None:
     in_environment(beside_torchtitan, name, pytestconfig.getoption("--shard"))
 
 
 @pytest.mark.parametrize("name", sorted(OF_AXOLOTL))
-def test_with_the_real_axolotl(name: str, beside_axolotl: Path, pytestconfig: pytest.Config) -> None:
+def test_with_the_real_axolotl(
+    name: str, beside_axolotl: Path, pytestconfig: pytest.Config
+) -> None:
     in_environment(beside_axolotl, name, pytestconfig.getoption("--shard"))
 
 
@@ -35,7 +39,16 @@ def test_with_triton(name: str, beside_triton: Path, pytestconfig: pytest.Config
 
 def in_environment(python: Path, name: str, shard: int) -> None:
     path = f"tests/integrations/real/{name}"
-    options = ["--exhaustive", "--shard", f"{shard}", "-W", "ignore", "-p", "no:cacheprovider", "--quiet"]
+    options = [
+        "--exhaustive",
+        "--shard",
+        f"{shard}",
+        "-W",
+        "ignore",
+        "-p",
+        "no:cacheprovider",
+        "--quiet",
+    ]
     done = subprocess.run(
         [python, "-m", "pytest", path, *options],
         cwd=ROOT,

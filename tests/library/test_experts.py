@@ -132,6 +132,7 @@ def test_grouped_products_compute_what_is_routed_and_no_more(call: Any, folder: 
     assert first.nbytes == 2 * (SORTED * (HIDDEN + 2 * INTERMEDIATE) + weights) + ends
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     ("implementation", "routing"), [("batched_mm", EVEN), ("eager", EVEN), ("eager", WORST)]
 )
@@ -146,19 +147,22 @@ def test_all_implementations_compute_as_much(
     assert sum(one.flops for one in other) == sum(one.flops for one in grouped)
 
 
-def test_routing_changes_memory_only_where_experts_ask(call: Any, folder: Path) -> None:
-    for implementation in (None, "batched_mm", "eager"):
-        # Checkpointing asks in backward again.
-        again = implementation != "batched_mm"
-        settings = {**PLAIN, "experts_implementation": implementation}
-        settings["gradient_checkpointing"] = again
-        found = call(planned, folder, settings).result(200)
-        assert found.experts is not None
-        assert found.experts.differ is (implementation == "eager")
-        peaks = {EVEN: found.experts.even.peak, WORST: found.experts.worst.peak}
-        assert found.peak == max(peaks.values()) and found.experts.worst.largest == 8
-        for routing, peak in peaks.items():
-            assert peak == call(measured, folder, routing, settings).result(200)  # to the byte
+@pytest.mark.rotating
+@pytest.mark.parametrize("implementation", [None, "batched_mm", "eager"])
+def test_routing_changes_memory_only_where_experts_ask(
+    implementation: str | None, call: Any, folder: Path
+) -> None:
+    # Checkpointing asks in backward again.
+    again = implementation != "batched_mm"
+    settings = {**PLAIN, "experts_implementation": implementation}
+    settings["gradient_checkpointing"] = again
+    found = call(planned, folder, settings).result(200)
+    assert found.experts is not None
+    assert found.experts.differ is (implementation == "eager")
+    peaks = {EVEN: found.experts.even.peak, WORST: found.experts.worst.peak}
+    assert found.peak == max(peaks.values()) and found.experts.worst.largest == 8
+    for routing, peak in peaks.items():
+        assert peak == call(measured, folder, routing, settings).result(200)  # to the byte
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def counting(run: Run) -> None:
     run.step.train_step.memory.clock = lambda: float(computed[0])  # type: ignore[method-assign]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("limit", "expected"), [("2MiB", (1, 1)), ("12MiB", (4, 0)), ("1GiB", (8, 0))]
 )

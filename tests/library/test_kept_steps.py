@@ -52,6 +52,7 @@ def test_the_same_question_has_the_same_answer(folder: Path, first: Plan) -> Non
     assert not first.unchecked and first.largest > 3
 
 
+@pytest.mark.alternating
 def test_another_gpu_and_other_rows_take_no_trace(folder: Path, first: Plan) -> None:
     other = step(folder, per_device_train_batch_size=7, gradient_accumulation_steps=1)
     found = other.remembered("h100", "3GiB", cache=str(folder))
@@ -96,6 +97,7 @@ class Own(TransformersStep):
     """A step with code that no fingerprint covers."""
 
 
+@pytest.mark.alternating
 def test_code_of_others_is_not_remembered(folder: Path, tmp_path: Path) -> None:
     own = Own(folder=str(folder), max_length=64)
     with without_torchvision():
@@ -104,6 +106,7 @@ def test_code_of_others_is_not_remembered(folder: Path, tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.alternating
 def test_phases_are_remembered(folder: Path) -> None:
     def rollouts(**settings: Any) -> TransformersRollouts:
         given = {"max_prompt_length": 16, "max_completion_length": 48, **settings}

@@ -104,6 +104,7 @@ def sharded(model: Any, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
+@pytest.mark.alternating
 @pytest.mark.rotating
 @pytest.mark.parametrize(("shape", "ranks"), [("replicas", 8), ("hybrid", 16), ("fp32", 8)])
 def test_every_way_to_spread_a_model_has_a_speed(shape: str, ranks: int) -> None:
@@ -116,6 +117,7 @@ def test_every_way_to_spread_a_model_has_a_speed(shape: str, ranks: int) -> None
     assert found.speed.parts["collective"] > 0
 
 
+@pytest.mark.alternating
 def test_backward_hides_the_reductions_of_replicas() -> None:
     """All but the last, which is all that waits if there is only one."""
     waiting = []

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers.faults import survivable
 from tests.helpers.library import WIDTH, Row, Trained, collate, failing, rows_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import Sample
 from torchtune_adaptive import LayerCheckpointing, UsageError, find_batch_size, steps_of
 from torchtune_adaptive.core.step.sample_dropout import SampleDropout, _named, drop_by_sample
 from torchtune_adaptive.core.step.snapshot import Snapshot
@@ -123,7 +124,7 @@ def test_rows_that_the_caller_adds_have_numbers_as_well() -> None:
     assert weights(run) == weights(plain)
 
 
-def test_a_retry_has_the_same_masks() -> None:
+def test_a_retry_has_the_same_masks(sample: Sample) -> None:
     rows = rows_of(4)
     run, memory = failing("alone", model=model(), **BY_SAMPLE)
     run.step(rows, collate, 4)
@@ -132,7 +133,7 @@ def test_a_retry_has_the_same_masks() -> None:
     run.step(rows, collate, 2)
     expected = weights(run)
     last, _ = survivable(memory, run.step.train_step, lambda: run.step(rows, collate, 4))
-    for operation in range(1, last + 1):
+    for operation in sample.of(last):
         before.restore()
         run.step._begin(4)
         run.step.steps = 0

@@ -28,6 +28,7 @@ def test_nine_of_ten_are_as_near_to_traces_as_is_said() -> None:
     assert len(near) > 180 and sum(near) >= 0.9 * len(near)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "settings",
     [

@@ -50,6 +50,7 @@ def flops(speed: Speed) -> float:
     return speed.mfu * speed.seconds * PEAK
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("rows", [2, 16])
 def test_the_head_of_trl_computes_all_tiles(speed: Callable[..., Speed], rows: int) -> None:
     found = speed(per_device_train_batch_size=rows)
@@ -61,12 +62,14 @@ def test_the_head_of_trl_computes_all_tiles(speed: Callable[..., Speed], rows: i
     assert flops(found) == pytest.approx(rows * LENGTH * (in_layers + head), rel=0.001)
 
 
+@pytest.mark.alternating
 def test_samples_in_one_row_do_not_see_each_other(speed: Callable[..., Speed]) -> None:
     apart, packed = (speed(packing=packing) for packing in (False, True))
     assert flops(packed) == pytest.approx(flops(apart), rel=0.001)
     assert packed.seconds == pytest.approx(apart.seconds, rel=0.02)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("bits", [4, 8])
 def test_layers_that_are_checkpointed_are_computed_again_whatever_computes_them(
     speed: Callable[..., Speed], bits: int
@@ -79,6 +82,7 @@ def test_layers_that_are_checkpointed_are_computed_again_whatever_computes_them(
     assert kept.recomputing == 0
 
 
+@pytest.mark.alternating
 def test_pairs_have_the_tokens_of_both_and_a_reference(speed: Callable[..., Speed]) -> None:
     pairs = speed(trainer="DPOTrainer", lora=True, per_device_train_batch_size=4)
     rows = speed(lora=True, per_device_train_batch_size=8)
@@ -86,6 +90,7 @@ def test_pairs_have_the_tokens_of_both_and_a_reference(speed: Callable[..., Spee
     assert flops(pairs) > 1.3 * flops(rows)
 
 
+@pytest.mark.alternating
 def test_ddp_reduces_gradients_in_the_last_micro_batch(speed: Callable[..., Speed]) -> None:
     def of_one_between(ranks: int) -> float:
         few, many = (speed(ranks=ranks, gradient_accumulation_steps=n).seconds for n in (3, 9))
@@ -96,6 +101,7 @@ def test_ddp_reduces_gradients_in_the_last_micro_batch(speed: Callable[..., Spee
     assert reduced.seconds > alone.seconds
 
 
+@pytest.mark.alternating
 def test_what_is_told_about_the_machine_changes_the_speed(speed: Callable[..., Speed]) -> None:
     many = {"per_device_train_batch_size": 512}  # with few rows the host decides
     usual, slower = speed(**many), speed(machine=Machine(power=350), **many)

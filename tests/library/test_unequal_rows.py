@@ -387,6 +387,7 @@ def part_of_a_run(folder: str, ends: int, size: int) -> list[tuple[float, list[i
     raise AssertionError("there are fewer steps")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_run_goes_on_on_other_ranks_as_if_nothing_had_happened(size: int, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()

@@ -129,6 +129,7 @@ def step(folder: Path, kv_heads: int, **settings: Any) -> TransformersStep:
     return TransformersStep(folder=str(folder), **(how | settings))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("padded", [False, True])
 def test_trainers_take_more_where_scores_are_written(padded: bool, tmp_path: Path) -> None:
     one = step(tmp_path, 2, padded=padded)

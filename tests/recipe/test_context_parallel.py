@@ -99,6 +99,7 @@ def assert_as_with_whole_rows(records: Records, expected: Records) -> None:
 
 
 @on_ranks
+@pytest.mark.alternating
 @pytest.mark.rotating
 @pytest.mark.parametrize("way", WAYS)
 def test_trains_as_with_whole_rows(way: str, tmp_path: Path) -> None:
@@ -110,6 +111,7 @@ def test_trains_as_with_whole_rows(way: str, tmp_path: Path) -> None:
 
 
 @on_ranks
+@pytest.mark.alternating
 @pytest.mark.rotating
 def test_a_step_that_runs_out_of_memory_is_retried(tmp_path: Path) -> None:
     changes = {**CLIPS, "batch_size": 32, "max_steps_per_epoch": 2}
@@ -120,6 +122,7 @@ def test_a_step_that_runs_out_of_memory_is_retried(tmp_path: Path) -> None:
 
 
 @on_ranks
+@pytest.mark.alternating
 @pytest.mark.rotating
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_search_a_resumed_run_and_growth(kind: str, tmp_path: Path) -> None:
@@ -144,6 +147,7 @@ def test_a_search_a_resumed_run_and_growth(kind: str, tmp_path: Path) -> None:
 
 
 @on_ranks
+@pytest.mark.alternating
 @pytest.mark.rotating
 @pytest.mark.parametrize("way", ["two parts", "with HSDP", "with tensor parallelism"])
 def test_sharded_checkpoints(way: str, tmp_path: Path) -> None:
@@ -187,6 +191,7 @@ def test_searches_find_what_trying_every_size_finds(tmp_path: Path) -> None:
 
 
 @on_ranks
+@pytest.mark.alternating
 @pytest.mark.rotating
 @pytest.mark.parametrize(
     ("choice", "ranks"), [("adaptive_batching.token_budget", 2), ("use_fastest_configuration", 4)]
@@ -201,6 +206,7 @@ def test_the_same_rows_in_other_micro_batches(choice: str, ranks: int, tmp_path:
 
 
 @on_ranks
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -15,7 +15,7 @@ from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import load_config, with_overrides
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 LENGTH = 1024
 BETWEEN, BEYOND = 640, 3072
@@ -29,12 +29,12 @@ def case(ranks: int, name: str, *changes: str) -> Case:
 CASES = [
     case(2, "llama3_2/1B_full"),
     case(1, "llama3_2/1B_qlora_single_device"),
-    case(8, "llama3_1/8B_full"),
+    pytest.param(case(8, "llama3_1/8B_full"), marks=pytest.mark.exhaustive),
     case(2, "llama3_2/1B_full", "dataset.packed=True", f"tokenizer.max_seq_len={LENGTH}"),
     case(1, "llama3_2/1B_full_single_device", "enable_activation_checkpointing=True"),
     case(2, "llama3_2/3B_lora", "enable_activation_checkpointing=False"),
     case(2, "qwen2_5/3B_full", "gradient_accumulation_steps=4"),
-    case(1, "mistral/7B_qlora_single_device"),
+    pytest.param(case(1, "mistral/7B_qlora_single_device"), marks=pytest.mark.exhaustive),
 ]
 
 

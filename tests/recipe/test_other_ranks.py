@@ -22,7 +22,7 @@ from tests.helpers.runs import (
     undisturbed,
 )
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 EVERY_STEP_SAVED: dict[str, Any] = {
     "save_every_n_steps": 1,

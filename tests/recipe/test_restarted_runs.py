@@ -16,7 +16,7 @@ from tests.helpers.restarted import assert_undisturbed, launched, said, wait_unt
 from tests.helpers.runs import free_port
 from tests.helpers.validating import VALIDATES
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 CHANGES: dict[str, Any] = {
     "use_maximum_batch_size": True,
@@ -68,17 +68,22 @@ def test_it_is_restarted_again_and_again(rendezvous: Sequence[str], tmp_path: Pa
     assert_undisturbed(tmp_path, **CHANGES)
 
 
-def test_a_restart_goes_on_from_a_snapshot(tmp_path: Path) -> None:
-    """Before the first checkpoint, and after one; at most as many steps are trained again as lie between."""
+def test_a_restart_goes_on_from_a_snapshot(tmp_path: Path, exhaustive: bool, shard: int) -> None:
+    """Before the first checkpoint, or after one; at most as many steps are trained again as lie between."""
     every, kills = 2, [(1, "step 5", signal.SIGKILL), (0, "step 8", signal.SIGKILL)]
+    if not exhaustive:
+        kills = [kills[shard % 2]]
     changes = {**CHANGES, "save_every_n_steps": 5}
     snapshots = {"adaptive_batching.snapshot_every_n_steps": every}
-    with launched(tmp_path, kills, "--max-restarts", "2", **changes, **snapshots) as run:
+    with launched(
+        tmp_path, kills, "--max-restarts", f"{len(kills)}", **changes, **snapshots
+    ) as run:
         assert run.wait(timeout=300) == 0, said(tmp_path)
     text = said(tmp_path)
     resumed = [int(step) for step in re.findall(r"Resuming from \S+ \(step (\d+)\)", text)]
-    assert len(resumed) == 2 and "Resuming from /dev/shm/torchtune_adaptive_" in text, text
-    assert all(done - from_ <= every for done, from_ in zip((4, 7), resumed, strict=True)), resumed
+    assert len(resumed) == len(kills) and "Resuming from /dev/shm/torchtune_adaptive_" in text, text
+    done = [int(where.removeprefix("step ")) - 1 for _, where, _ in kills]
+    assert all(one - from_ <= every for one, from_ in zip(done, resumed, strict=True)), resumed
     for left in re.findall(r"Resuming from (/dev/shm/torchtune_adaptive_\w+)", text):
         assert not Path(left).exists()
     assert_undisturbed(tmp_path, **changes)

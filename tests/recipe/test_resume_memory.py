@@ -156,13 +156,6 @@ RESUMED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "on one rank": ("full", 1, {}, {}),
     "on several ranks": ("full", 2, {}, {}),
     "with the optimizer in backward": ("full", 2, {"optimizer_in_bwd": True}, {}),
-    "quantized state": ("full", 1, {"optimizer": EIGHT_BIT}, {}),
-    "quantized state in backward": (
-        "full",
-        1,
-        {"optimizer": EIGHT_BIT, "optimizer_in_bwd": True},
-        {},
-    ),
     "by the names of files": ("full", 1, {}, named_checkpoint("full")),
     "adapters": ("lora", 2, {}, {}),
     "adapters by the names of files": ("lora", 1, {}, named_checkpoint("lora")),
@@ -171,6 +164,17 @@ RESUMED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "GRPO": ("grpo", 2, OF_GRPO, {}),
     "PPO": ("ppo", 2, OF_PPO, {}),
 }
+QUANTIZED = {
+    "quantized state": {"optimizer": EIGHT_BIT},
+    "quantized state in backward": {"optimizer": EIGHT_BIT, "optimizer_in_bwd": True},
+}
+"""Its kernels are compiled, which takes most of a minute."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("changes", QUANTIZED.values(), ids=QUANTIZED)
+def test_nothing_is_held_of_a_quantized_state(changes: dict[str, Any], tmp_path: Path) -> None:
+    test_nothing_is_held_of_a_checkpoint_during_the_search("full", 1, changes, {}, tmp_path)
 
 
 @pytest.mark.rotating

@@ -66,6 +66,7 @@ def again(left: Machines) -> Machines:
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_fresh_machine_takes_the_place_of_one_that_is_lost(lost: int, left: Machines) -> None:
     alone, expected = undisturbed("full", 2, **STEPS)
@@ -79,6 +80,7 @@ def test_a_fresh_machine_takes_the_place_of_one_that_is_lost(lost: int, left: Ma
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_the_machines_that_are_left_go_on_as_from_a_checkpoint(
     left: Machines, tmp_path: Path
 ) -> None:
@@ -103,6 +105,7 @@ LOSSES = {
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 @pytest.mark.rotating(2)
 @pytest.mark.parametrize(("lost", "then", "step"), LOSSES.values(), ids=LOSSES)
 def test_machines_with_unlike_numbers_of_ranks(
@@ -118,6 +121,7 @@ def test_machines_with_unlike_numbers_of_ranks(
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 @pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "training_state.pt"])
 def test_a_copy_takes_the_place_of_a_damaged_file(file: str, left: Machines) -> None:
     alone, expected = undisturbed("full", 2, **STEPS)
@@ -131,6 +135,7 @@ def test_a_copy_takes_the_place_of_a_damaged_file(file: str, left: Machines) -> 
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_what_is_on_its_machine_is_not_sent(left: Machines) -> None:
     run = again(left)
     (run.folder / "machine_0").rename(run.folder / "machine_5")
@@ -148,6 +153,7 @@ def _refuse_to_send() -> None:
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_a_run_that_begins_anew_removes_what_is_on_all_machines(left: Machines) -> None:
     _, expected = undisturbed("full", 2, **STEPS)
     run = again(left)
@@ -198,6 +204,7 @@ def copy_always(run: Path, into: Path, lost: int, every: int) -> None:
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 @pytest.mark.rotating
 @pytest.mark.parametrize("lost", [0, 1])
 def test_whenever_a_machine_is_lost_the_run_goes_on_exactly(
@@ -303,6 +310,7 @@ def unconnected() -> None:
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     ("how", "why"),
     [
@@ -325,6 +333,7 @@ def test_training_goes_on_without_copies_and_that_is_said_once(
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_copies_are_made_again_after_a_failure(tmp_path: Path) -> None:
     _, expected = undisturbed("full", 2, **STEPS)
     run = Machines([0, 1], tmp_path / "run", **{**STEPS, EVERY: 1})

@@ -88,6 +88,7 @@ QUICK = {"full", "lora"}
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.exhaustive) for n in RUNS]
 )
@@ -123,6 +124,7 @@ def test_rollouts_have_snapshots_at_their_end(
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_other_ranks_go_on(tmp_path: Path) -> None:
     changes = {**STEPS, "batch_size": 3, "dataset.split": "train[:60]"}
     _, expected = undisturbed("full", 2, **changes)
@@ -179,6 +181,7 @@ def goes_on_after(step: int, run: Path, **changes: Any) -> None:
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 @pytest.mark.rotating
 @pytest.mark.parametrize("damage", [Path.unlink, truncate, corrupt])
 @pytest.mark.parametrize(
@@ -198,6 +201,7 @@ def test_one_that_is_not_whole_is_passed_over(
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_without_a_checkpoint_it_begins_anew_if_none_is_whole(tmp_path: Path) -> None:
     killed("full", tmp_path, 2, 3, **STEPS, **taking(tmp_path))
     (taken(tmp_path)[2] / ".metadata").unlink()
@@ -205,11 +209,13 @@ def test_without_a_checkpoint_it_begins_anew_if_none_is_whole(tmp_path: Path) ->
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_a_snapshot_counts_without_the_setting(left: Path) -> None:
     goes_on_after(7, again(left), **{EVERY: None})
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_a_checkpoint_that_was_saved_since_counts(left: Path, tmp_path: Path) -> None:
     """As on another machine, whose restarts had no snapshots: what is left here is older."""
     run = again(left)
@@ -223,6 +229,7 @@ def test_a_checkpoint_that_was_saved_since_counts(left: Path, tmp_path: Path) ->
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_a_run_that_begins_anew_has_none_of_an_earlier_one(left: Path) -> None:
     """Nor has one in a new output folder of the same name, though it may resume."""
     _, expected = undisturbed("full", 2, **STEPS)
@@ -236,6 +243,7 @@ def test_a_run_that_begins_anew_has_none_of_an_earlier_one(left: Path) -> None:
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_a_search_alone_leaves_them(left: Path) -> None:
     run = again(left)
     changes = {"use_maximum_batch_size": True, "adaptive_batching.memory_limit": "40MiB"}
@@ -276,6 +284,7 @@ def run_and_copy(
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 def test_wherever_a_run_is_killed_it_resumes_exactly(tmp_path: Path, exhaustive: bool) -> None:
     whole, expected = undisturbed("full", 2, **STEPS)
     run, every = tmp_path / "run", 1 if exhaustive else 5
@@ -360,6 +369,7 @@ def without_room_for_state() -> None:
 
 
 @pytest.mark.runs
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     ("how", "why"),
     [

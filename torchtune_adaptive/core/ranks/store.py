@@ -80,7 +80,9 @@ def _joined(host: str, port: int, rank: int, size: int) -> dist.TCPStore | None:
     """The store at an address, if it expects this rank: its attempt has so many, and this is the first of its
     number that comes."""
     socket.create_connection((host, port), timeout=_REACHED).close()
-    store = dist.TCPStore(host, port, is_master=False, timeout=_ANSWER)
+    # It may be closed just now, and torch tries to connect until the time is up.
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_REACHED))
+    store.set_timeout(_ANSWER)
     expects = store.check([_EXPECTS]) and int(store.get(_EXPECTS)) == size
     return store if expects and store.add(_is_here(rank), 1) == 1 else None
 
