@@ -205,7 +205,7 @@ def case_of(item: pytest.Item) -> Case:
         item.nodeid,
         exhaustive=item.get_closest_marker("exhaustive") is not None,
         sampled=isinstance(item, pytest.Function) and "exhaustive" in item.fixturenames,
-        rotating=None if rotating is None else (*rotating.args, *rotating.kwargs.values(), 1)[0],
+        rotating=None if rotating is None else (*rotating.args, 1)[0],
         alternating=item.get_closest_marker("alternating") is not None,
         sweep=item.get_closest_marker("sweep") is not None,
     )

@@ -193,7 +193,7 @@ class TestPieces:
         assert table[2].startswith("| good | | passed, ")
         assert "\n".join(table) in (tmp_path / "docs" / "gpu.md").read_text()
 
-    @pytest.mark.alternating
+    @pytest.mark.exhaustive  # half a minute, of waiting
     def test_tests_are_counted_as_they_end(self, gpu: Any, tmp_path: Path) -> None:
         """Without the plugins that are installed, and although one of them is stopped."""
         (tmp_path / "test_some.py").write_text(

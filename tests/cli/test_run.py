@@ -269,8 +269,9 @@ def test_a_run_of_which_ranks_are_killed_is_restarted_and_trains_the_same(tmp_pa
 
 @pytest.mark.runs
 @pytest.mark.alternating
-@pytest.mark.rotating
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.exhaustive)]
+)
 def test_a_place_whose_rank_cannot_start_is_left_out(start_method: str, tmp_path: Path) -> None:
     dies: Fatal = (1, "loading the model", signal.SIGKILL)
     options = ("--elastic", "--max-restarts", "2", "--start-method", start_method)
@@ -380,6 +381,7 @@ def program(folder: Path, ends: str, *options: str) -> tuple[int, str]:
     return status, said(folder)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.runs
 @pytest.mark.alternating
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ STEPS = pytest.mark.parametrize("fails_in", [0, 1, 3], ids=["first step", "secon
 
 
 @STEPS
-@pytest.mark.rotating(5)
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize("name", ["plain", "half, reduced in float32"])
 def test_memory_may_run_out_anywhere(

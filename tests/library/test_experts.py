@@ -165,6 +165,7 @@ def test_routing_changes_memory_only_where_experts_ask(
         assert peak == call(measured, folder, routing, settings).result(200)  # to the byte
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "settings",
     [

@@ -92,6 +92,7 @@ def test_a_chunk_has_logits_of_about_the_size_of_all_hidden_states() -> None:
     assert chunk_size(10, 4096, 100) == 10
 
 
+@pytest.mark.alternating
 @pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     "settings",
@@ -110,6 +111,7 @@ def test_a_step_with_kernels_takes_less(folder: Path, settings: dict[str, Any]) 
     assert peak(folder, **LIGER, **settings) < peak(folder, **settings)
 
 
+@pytest.mark.alternating
 def test_each_kernel_can_be_switched_off(folder: Path, exhaustive: bool, shard: int) -> None:
     whole = {"dtype": "bfloat16", "gradient_checkpointing": False}
     none = dict.fromkeys(("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy"), False)

@@ -121,6 +121,7 @@ def few_and_all(question: Any) -> tuple[bool, int, int]:
     return few == whole, max(made), max(whole_made)
 
 
+@pytest.mark.alternating
 @pytest.mark.rotating
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_the_step_of_all_layers_follows_from_a_few(tmp_path: Path, model: str, name: str) -> None:
@@ -159,6 +160,7 @@ def first_steps(question: Any) -> tuple[list[Any], list[Any], int]:
     return in_use(computed), in_use(of_many.start_up.first_step.events), len(kept)
 
 
+@pytest.mark.alternating
 @pytest.mark.rotating
 @pytest.mark.parametrize("name", FIRST_STEPS)
 def test_a_first_step_of_any_size_follows_from_a_small_one(tmp_path: Path, name: str) -> None:

@@ -50,6 +50,7 @@ def flops(speed: Speed) -> float:
     return speed.mfu * speed.seconds * PEAK
 
 
+@pytest.mark.alternating
 @pytest.mark.rotating
 @pytest.mark.parametrize("rows", [2, 16])
 def test_the_head_of_trl_computes_all_tiles(speed: Callable[..., Speed], rows: int) -> None:
@@ -69,6 +70,7 @@ def test_samples_in_one_row_do_not_see_each_other(speed: Callable[..., Speed]) -
     assert packed.seconds == pytest.approx(apart.seconds, rel=0.02)
 
 
+@pytest.mark.alternating
 @pytest.mark.rotating
 @pytest.mark.parametrize("bits", [4, 8])
 def test_layers_that_are_checkpointed_are_computed_again_whatever_computes_them(

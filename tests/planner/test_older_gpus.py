@@ -129,6 +129,7 @@ def step(folder: Path, kv_heads: int, **settings: Any) -> TransformersStep:
     return TransformersStep(folder=str(folder), **(how | settings))
 
 
+@pytest.mark.alternating
 @pytest.mark.rotating
 @pytest.mark.parametrize("padded", [False, True])
 def test_trainers_take_more_where_scores_are_written(padded: bool, tmp_path: Path) -> None:
@@ -163,6 +164,7 @@ def test_plans_of_configs_say_which_attention_is_planned(gpu: str, said: str) ->
     assert said in line
 
 
+@pytest.mark.alternating
 def test_configs_are_compared_with_each_gpus_own_steps() -> None:
     plan = request("a100-40gb", batch_size=8)
     devices = on_devices(plan, "a100-40gb,t4-16gb,a100-80gb")

@@ -74,7 +74,7 @@ def begin_twice(
     return left, len(run_ours(kind, tiny_config(kind, folder / "out", **changes)))
 
 
-@pytest.mark.rotating(cases=2)
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("fails", STAGES.values(), ids=STAGES)
 def test_whatever_has_begun_is_undone(fails: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()

@@ -285,7 +285,9 @@ def run_and_copy(
 
 @pytest.mark.runs
 @pytest.mark.alternating
-def test_wherever_a_run_is_killed_it_resumes_exactly(tmp_path: Path, exhaustive: bool) -> None:
+def test_wherever_a_run_is_killed_it_resumes_exactly(
+    tmp_path: Path, exhaustive: bool, shard: int
+) -> None:
     whole, expected = undisturbed("full", 2, **STEPS)
     run, every = tmp_path / "run", 1 if exhaustive else 5
     changes = {**STEPS, "save_every_n_steps": 5, **taking(run, 1)}
@@ -298,6 +300,9 @@ def test_wherever_a_run_is_killed_it_resumes_exactly(tmp_path: Path, exhaustive:
         assert steps == sorted(steps), "what was resumed from once is never lost"
         kept |= copies
     assert len(kept) > 4
+    if not exhaustive:
+        first = shard % (len(kept) - 1)
+        kept = dict([*kept.items()][first : first + 2])
     for state, copy in kept.items():
         shutil.rmtree(run)
         copy.rename(run)
