@@ -16,9 +16,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -33,12 +31,10 @@ from tests.helpers.beside import (
 )
 from tests.helpers.samples import Sample
 from tests.helpers.tiers import Case, between, place, quick, rest
+from tests.helpers.what_ran import LANES, WhatRan, lane_of
 
 STRIDE = 29  # a prime, so that samples do not keep step with the layers of a model
-ROOT = Path(__file__).parents[1]
-LANES = ("unit", "ranks", "runs")
 TEMPORARY = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
-RUN = pytest.StashKey["Run"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,8 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Temporary files of processes go with the tests: torchrun, for one, leaves a folder for its logs."""
-    config.stash[RUN] = Run(config)
-    config.pluginmanager.register(config.stash[RUN])
+    config.pluginmanager.register(WhatRan(config))
     folder = tempfile.TemporaryDirectory(prefix="tests_", ignore_cleanup_errors=True)
     config.stash[TEMPORARY] = folder
     os.environ["TMPDIR"] = folder.name  # this process has chosen its own already
@@ -109,11 +104,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture(scope="session")
 def exhaustive(pytestconfig: pytest.Config) -> bool:
     """Whether a test should prove all it can."""
-    return is_exhaustive(pytestconfig)
-
-
-def is_exhaustive(config: pytest.Config) -> bool:
-    return bool(config.getoption("--exhaustive") or config.getoption("--rest"))
+    return bool(pytestconfig.getoption("--exhaustive") or pytestconfig.getoption("--rest"))
 
 
 @pytest.fixture
@@ -195,10 +186,6 @@ def select(config: pytest.Config, items: list[pytest.Item], chosen: list[pytest.
     items[:] = chosen
 
 
-def lane_of(item: pytest.Item) -> str:
-    return next((lane for lane in ("ranks", "runs") if item.get_closest_marker(lane)), "unit")
-
-
 def case_of(item: pytest.Item) -> Case:
     rotating = item.get_closest_marker("rotating")
     return Case(
@@ -209,78 +196,3 @@ def case_of(item: pytest.Item) -> Case:
         alternating=item.get_closest_marker("alternating") is not None,
         sweep=item.get_closest_marker("sweep") is not None,
     )
-
-
-class Run:
-    """What a run does and has done: its limit, its times, and what it says of them at its end."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-        self.began = time.monotonic()
-        self.seconds: Counter[str] = Counter()  # of each test
-        self.outcomes: Counter[str] = Counter()
-        self.items: list[pytest.Item] = []
-        self.ran = 0  # so many of them, from the first; the limit left the others
-        self.left: list[pytest.Item] = []
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.items = [*session.items]
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        minutes = self.config.getoption("--minutes")
-        if minutes is not None and time.monotonic() - self.began > 60 * minutes:
-            self.left.append(item)
-            return True  # as if it was done
-        self.ran += 1
-        return None
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += report.duration
-        if report.when == "call" or report.outcome != "passed":
-            self.outcomes[report.outcome] += 1
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self) -> None:
-        """Those that the limit left are no part of the run."""
-        self.config.hook.pytest_deselected(items=self.left)
-
-    @pytest.hookimpl(trylast=True)  # after the slowest tests
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        lines = [*self.what_ran()]
-        if lines:
-            terminalreporter.section("what ran")
-        for line in lines:
-            terminalreporter.line(line)
-        if lane := self.config.getoption("--lane"):
-            file = ROOT / "build" / "lanes" / f"{self.tier}_{lane}"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"{self.summary(lane)}\n")
-
-    @property
-    def tier(self) -> str:
-        return next((t for t in ("rest", "exhaustive") if self.config.getoption(f"--{t}")), "quick")
-
-    def what_ran(self) -> Iterator[str]:
-        lane = self.config.getoption("--lane")
-        if self.tier == "quick" and lane:
-            shard = self.config.getoption("--shard")
-            yield f"`make test-rest SHARD={shard}` runs what this has left out, or proved in part."
-        if self.tier == "rest" and self.ran:
-            yield f"{self.ran} of {len(self.items)} ran."
-        if self.ran and self.left:
-            first, end = (f"{place(each.nodeid):08x}" for each in (self.items[0], self.left[0]))
-            target = f"test-{lane}" if lane else "test-rest"
-            command = f"make {target} TIER=--rest SHARD={self.config.getoption('--shard')}"
-            yield f"The same again: {command} PLACES={first}-{end}"
-            yield f"All others:     {command} PLACES={end}-{first}"
-
-    def summary(self, lane: str) -> str:
-        slowest = [f"{s:.0f} s {name}" for name, s in self.seconds.most_common(3)]
-        counts = ", ".join(f"{n} {outcome}" for outcome, n in self.outcomes.items())
-        of = f" of {len(self.items)}" if self.left else ""
-        took = time.monotonic() - self.began
-        return (
-            f"{self.tier}, {lane}: {self.ran}{of} tests in {took:.0f} s ({counts}); "
-            f"slowest: {', '.join(slowest)}"
-        )

@@ -14,17 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LANES
 from tests.helpers.beside import ROOT
 from tests.helpers.samples import Sample
 from tests.helpers.tiers import PLACES, SWEEP, Case, between, place, quick, rest
+from tests.helpers.what_ran import LANES
 
 # What prints all cases of all tests, as the tiers see them.
 CASES = """
 import json, sys, pytest
 from dataclasses import astuple
 from pathlib import Path
-from tests.conftest import case_of, lane_of
+from tests.conftest import case_of
+from tests.helpers.what_ran import lane_of
 class Cases:
     def pytest_collection_modifyitems(self, items):
         found = [(lane_of(item), astuple(case_of(item))) for item in items]

@@ -60,7 +60,7 @@ def launches_of_a_new_step(way: str, shape: tuple[int, int, int]) -> list[int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.rotating(cases=2)
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     ("way", "shape", "groups"),
     [
