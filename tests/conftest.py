@@ -5,7 +5,7 @@ allocation instead of at each one; settings are compared with torchtune's in com
 ``--exhaustive`` runs all tests. A test that does less without the flag asks for ``exhaustive`` or ``sample``;
 one that does not run at all without it is marked ``exhaustive``. Of the cases of a test that is marked
 ``rotating``, the quick tier runs one, or as many as the mark says. Of the tests of a file that are marked
-``alternating``, it runs half.
+``alternating``, it runs a third.
 
 ``--rest`` runs what the quick tier leaves out or samples, in an order of its own, and begins no test after
 ``--minutes``. Which ones the tiers take is a function of names and of ``--shard``: see ``helpers.tiers``.

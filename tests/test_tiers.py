@@ -103,7 +103,7 @@ def test_the_quick_tier_runs_some_cases_of_a_rotating_test(cases: int, at_once: 
     assert set.union(*found) == {case.name for case in every}
 
 
-def test_the_quick_tier_runs_half_of_the_alternating_tests_of_a_file() -> None:
+def test_the_quick_tier_runs_a_third_of_the_alternating_tests_of_a_file() -> None:
     every = [
         *(case for letter in "abc" for case in cases_of(f"test_{letter}", 2, alternating=True)),
         *cases_of("test_both", 3, alternating=True, rotating=1),
@@ -112,7 +112,7 @@ def test_the_quick_tier_runs_half_of_the_alternating_tests_of_a_file() -> None:
     ]
     found = [quick(every, number) for number in range(40)]
     tests = [{name.partition("[")[0] for name in each} for each in found]
-    assert all(len(each) == 3 for each in tests), "two that alternate, and the one that does not"
+    assert all(len(each) == 3 for each in tests), "two of four, and the one that does not alternate"
     assert set.union(*found) == {case.name for case in every if not case.exhaustive}
 
 

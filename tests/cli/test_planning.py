@@ -327,6 +327,7 @@ def test_an_interruption_after_the_first_answer_keeps_it(
     assert capsys.readouterr().err.endswith("Interrupted. Not finished: alternatives.\n")
 
 
+@pytest.mark.exhaustive
 def test_an_interruption_prints_the_alternatives_that_are_known(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

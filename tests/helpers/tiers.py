@@ -23,7 +23,7 @@ class Case:
         exhaustive: whether it is left to the rest in any case.
         sampled: whether the quick tier proves only a part of it.
         rotating: how many cases of its test the quick tier runs; None: all of them.
-        alternating: whether the quick tier runs half of such tests of its file.
+        alternating: whether the quick tier runs a third of such tests of its file.
         sweep: whether it is one of very many, of which the rest takes one in ``SWEEP``.
     """
 
@@ -57,7 +57,7 @@ def quick(cases: Iterable[Case], number: int) -> set[str]:
     chosen: set[str] = set()
     for tests in by_file.values():
         alternating = [test for test, (first, *_) in tests.items() if first.alternating]
-        left = _first(alternating, len(alternating) // 2, number)
+        left = _first(alternating, 2 * len(alternating) // 3, number)
         for test, of_one_test in tests.items():
             if test not in left:
                 names = [case.name for case in of_one_test]

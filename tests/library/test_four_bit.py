@@ -114,6 +114,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vo
 LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+@pytest.mark.exhaustive
 def test_ranks_share_what_fsdp_can_shard(tmp_path: Path) -> None:
     """As accelerate does, FSDP2 leaves bytes alone: they are whole on each rank."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))

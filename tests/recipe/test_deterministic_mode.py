@@ -26,7 +26,7 @@ def on_a_cpu_like_cuda(kind: str, cfg: DictConfig) -> Records:
 
 
 @pytest.mark.runs
-@pytest.mark.rotating(2)
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_run_calls_nothing_that_torch_refuses(kind: str, tmp_path: Any) -> None:
     changes = {**SHORT, **OF_ROLLOUTS.get(kind, {}), "use_maximum_batch_size": True}

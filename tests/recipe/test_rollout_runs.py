@@ -31,7 +31,7 @@ from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.rollout.score import OfTokens
 from torchtune_adaptive.recipe.train.history import MarkKind
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 SHORT: dict[str, Any] = {
     "batch_size": 2,
