@@ -20,7 +20,7 @@ from torchtune_adaptive.cli.command_line import main as tune_adaptive_main
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.recipe.registry import RECIPES
 
-pytestmark = [pytest.mark.runs, pytest.mark.alternating]
+pytestmark = pytest.mark.runs
 
 
 def launch_forked(*command: str, cwd: Path, expect: int = 0) -> str:
