@@ -169,11 +169,18 @@ def test_what_a_limit_cuts_off_can_be_repeated(tmp_path: Path) -> None:
         assert run.returncode == 0, run.stdout + run.stderr
         return {*re.findall(r"(test_one\[\d+\]) PASSED", run.stdout)}, run.stdout
 
-    found, said = ran("--shard", "5", "--minutes", f"{3 / 60}", slow="1")
+    found, said = ran("--shard", "5", "--minutes", f"{3 / 60}", "--lane", "unit", slow="1")
     assert 0 < len(found) < 200
     assert f"{len(found)} of 200 ran." in said
     assert f"{len(found)} passed, {200 - len(found)} deselected" in said
-    again, others = re.findall(r"make test-rest TIER=--rest SHARD=5 PLACES=(\S+)", said)
+    again, others = re.findall(r"make test-unit TIER=--rest SHARD=5 PLACES=(\S+)", said)
+    line = (tmp_path / "build" / "lanes" / "rest_unit").read_text()
+    slowest = r"0 s test_some.py::test_one\[\d+\]"
+    assert re.fullmatch(
+        rf"rest, unit: {len(found)} of 200 tests in \d+ s \({len(found)} passed\); "
+        rf"slowest: {slowest}, {slowest}, {slowest}\n",
+        line,
+    ), line
     assert ran("--shard", "5", "--places", again)[0] == found
     left, said = ran("--shard", "5", "--places", others)
     assert left.isdisjoint(found) and len(left | found) == 200

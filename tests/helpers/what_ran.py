@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.beside import ROOT
 from tests.helpers.tiers import place
 
 LANES = ("unit", "ranks", "runs")
@@ -61,7 +60,7 @@ class WhatRan:
         for line in lines:
             terminalreporter.line(line)
         if lane := self.config.getoption("--lane"):
-            file = ROOT / "build" / "lanes" / f"{self.tier}_{lane}"
+            file = self.config.rootpath / "build" / "lanes" / f"{self.tier}_{lane}"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"{self.summary(lane)}\n")
 
