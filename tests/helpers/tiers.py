@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 PLACES = 1 << 32
 SWEEP = 10
@@ -41,6 +42,10 @@ class Case:
     @property
     def file(self) -> str:
         return self.name.partition("::")[0]
+
+    @cached_property
+    def place(self) -> int:
+        return place(self.name)
 
 
 def place(text: str) -> int:
@@ -78,9 +83,10 @@ def rest(cases: Iterable[Case], number: int) -> list[str]:
     cases = [*cases]
     proved = quick(cases, number)
     owed = [case for case in cases if case.sampled or case.name not in proved]
-    taken = [c.name for c in owed if not c.sweep or place(f"{number} {c.name}") % SWEEP == 0]
+    taken = [c for c in owed if not c.sweep or place(f"{number} {c.name}") % SWEEP == 0]
     begin = place(f"{number}")
-    return sorted(taken, key=lambda name: ((place(name) - begin) % PLACES, name))
+    taken.sort(key=lambda case: ((case.place - begin) % PLACES, case.name))
+    return [case.name for case in taken]
 
 
 def between(first: int, end: int, name: str) -> bool:
