@@ -208,7 +208,7 @@ def test_memory_may_run_out_anywhere(
 ) -> None:
     sample = sample.every(exhaustive=1, quick=23)
     arguments = (MODELS[name], accumulation, fails_in, sample)
-    for tried, wrong in run_ranks(lost, 2, *arguments, timeout=280):
+    for tried, wrong in run_ranks(lost, 2, *arguments):
         assert tried and not wrong, wrong
 
 
@@ -216,7 +216,7 @@ def test_memory_may_run_out_anywhere(
 @pytest.mark.rotating
 def test_memory_may_run_out_anywhere_with_copies_of_shards(fails_in: int, sample: Sample) -> None:
     sample = sample.every(exhaustive=5, quick=61)
-    for tried, wrong in run_ranks(lost, 4, HSDP, 4, fails_in, sample, timeout=280):
+    for tried, wrong in run_ranks(lost, 4, HSDP, 4, fails_in, sample):
         assert tried and not wrong, wrong
 
 

@@ -61,7 +61,7 @@ def run_ranks(
     function: Callable[..., Any],
     ranks: int,
     *arguments: Any,
-    timeout: float = 300.0,
+    timeout: float = 600.0,
     join: bool = True,
     forked: bool = True,
 ) -> list[Any]:
@@ -123,7 +123,7 @@ def watch_ranks(
     ranks: int,
     *arguments: Any,
     until_exit_of: list[int],
-    timeout: float = 300.0,
+    timeout: float = 600.0,
     join: bool = True,
 ) -> list[Ended]:
     """Like ``run_ranks``, for ranks that may die: wait for some of them to exit, then kill the others.
