@@ -34,7 +34,7 @@ pytest.main(["--collect-only", "--quiet", "--exhaustive", "tests"], plugins=[Cas
 """
 
 SHARE = 0.05
-"""Of the rest, what each lane of a run of CI comes to at least on an idle machine; it says how much that was."""
+"""Of the rest, what each lane of a run of CI comes to on an idle machine, at least; it says how much."""
 WITHIN, WITHIN_SWEEPS = 300, 4000
 """So many runs of CI find every case, and those of sweeps. CONTRIBUTING.md says so."""
 
