@@ -18,17 +18,24 @@ ROOT = Path(__file__).parents[2]
 
 
 OF_LIGER = [name for name, case in CASES.items() if case.get("use_liger_kernel")]
+OF_OTHERS = [name for name in CASES if name not in OF_LIGER]
+PARTS, PARTS_OF_LIGER = 8, 3
+"""All at once take a quarter of an hour, and no test of CI should."""
 
 
-def test_what_is_planned_is_what_the_trainers_take(beside_trl: Path, tmp_path: Path) -> None:
-    compare(beside_trl, [name for name in CASES if name not in OF_LIGER], tmp_path)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_what_is_planned_is_what_the_trainers_take(
+    part: int, beside_trl: Path, tmp_path: Path
+) -> None:
+    compare(beside_trl, OF_OTHERS[part::PARTS], tmp_path)
 
 
+@pytest.mark.parametrize("part", range(PARTS_OF_LIGER))
 def test_what_is_planned_with_liger_is_what_its_functions_take(
-    beside_liger: Path, tmp_path: Path
+    part: int, beside_liger: Path, tmp_path: Path
 ) -> None:
     """Its kernels, which need a GPU, are not launched; all memory is allocated around them."""
-    compare(beside_liger, OF_LIGER, tmp_path)
+    compare(beside_liger, OF_LIGER[part::PARTS_OF_LIGER], tmp_path)
 
 
 def compare(python: Path, names: list[str], tmp_path: Path) -> None:
@@ -40,7 +47,7 @@ def compare(python: Path, names: list[str], tmp_path: Path) -> None:
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=1800,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])
