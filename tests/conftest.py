@@ -13,8 +13,10 @@ one that does not run at all without it is marked ``exhaustive``. Of the cases o
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
+import re
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -62,6 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--places",
+        type=places,
         metavar="A-B",
         help="with --rest: only tests from place A to B, as a run has said",
     )
@@ -70,12 +73,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def places(text: str) -> tuple[int, int]:
+    """The first place and the end of what ``--places`` asks for."""
+    if not re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{8}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not of the form 0123abcd-4567cdef. Take it from the end of a run's output"
+        )
+    first, end = (int(each, 16) for each in text.split("-"))
+    return first, end
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Temporary files of processes go with the tests: torchrun, for one, leaves a folder for its logs."""
     config.pluginmanager.register(WhatRan(config))
     folder = tempfile.TemporaryDirectory(prefix="tests_", ignore_cleanup_errors=True)
     config.stash[TEMPORARY] = folder
     os.environ["TMPDIR"] = folder.name  # this process has chosen its own already
+    for option in ("--minutes", "--places"):
+        if config.getoption(option) is not None and not config.getoption("--rest"):
+            reason = "only the rest has an order of its own. Add --rest, or use `make test-rest`"
+            raise pytest.UsageError(f"{option}: {reason}")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -95,7 +112,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Nor at what the tests of other modules have imported: a million objects, a second each time."""
+    """Freeze what the tests of a file have imported, when those of another one begin.
+
+    Else the garbage collections of searches look at it: one test took 48 seconds, and takes 3.
+    """
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()
@@ -170,9 +190,8 @@ def pytest_collection_modifyitems(
         select(config, items, [item for item in items if lane_of(item) == lane])
     if config.getoption("--rest"):
         taken = {name: turn for turn, name in enumerate(rest(all_cases, number))}
-        if config.getoption("--places"):
-            first, end = (int(each, 16) for each in config.getoption("--places").split("-"))
-            taken = {name: turn for name, turn in taken.items() if between(first, end, name)}
+        if arc := config.getoption("--places"):
+            taken = {name: turn for name, turn in taken.items() if between(*arc, name)}
         chosen = [item for item in items if item.nodeid in taken]
         select(config, items, sorted(chosen, key=lambda item: taken[item.nodeid]))
     elif not config.getoption("--exhaustive"):

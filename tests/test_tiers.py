@@ -19,7 +19,7 @@ from tests.helpers.samples import Sample
 from tests.helpers.tiers import PLACES, SWEEP, Case, between, place, quick, rest
 from tests.helpers.what_ran import LANES
 
-# What prints all cases of all tests, as the tiers see them.
+# Writes all cases of all tests to a file, as the tiers see them.
 CASES = """
 import json, sys, pytest
 from dataclasses import astuple
@@ -158,6 +158,20 @@ def test_two_arcs_are_the_ring() -> None:
     assert len(some) + len(others) == len(some | others) == len(names)
     assert all(between(first, first, name) for name in names)
     assert all(place(name) in range(PLACES) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--places", "1-2", "--rest"], "'1-2' is not of the form 0123abcd-4567cdef. Take it from"),
+        (["--places", "00000001-00000002"], "--places: only the rest has an order of its own."),
+        (["--minutes", "1"], "--minutes: only the rest has an order of its own. Add --rest"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", __file__, *options]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR and said in run.stderr
 
 
 def test_what_a_limit_cuts_off_can_be_repeated(tmp_path: Path) -> None:

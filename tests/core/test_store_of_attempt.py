@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -52,3 +54,26 @@ def test_the_ranks_that_do_not_come_are_named(of_torchrun: dist.TCPStore) -> Non
     join(of_torchrun, 1)
     with pytest.raises(RankLost, match=r"lost rank 2, which .*: use --rdzv_backend c10d"):
         open_store_of_attempt(timedelta(seconds=2))
+
+
+def test_a_store_that_is_closing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of an earlier attempt, which the first connection finds open and the second one closed."""
+    monkeypatch.setattr(store, "_REACHED", 0.5)
+    monkeypatch.setattr(store, "_ANSWER", timedelta(hours=1))
+    listener, given_up = socket.create_server(("127.0.0.1", 0)), threading.Event()
+    host, port = listener.getsockname()
+    create_connection = socket.create_connection
+
+    def connect_and_close(*arguments: Any, **options: Any) -> socket.socket:
+        connected = create_connection(*arguments, **options)
+        listener.close()
+        return connected
+
+    def find() -> None:
+        with pytest.raises(RuntimeError):
+            store._joined(host, port, 1, 2)
+        given_up.set()
+
+    monkeypatch.setattr(store.socket, "create_connection", connect_and_close)
+    threading.Thread(target=find, daemon=True).start()
+    assert given_up.wait(timeout=60)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sample:
-    """All operations of a run, or every n-th, of which each shard takes others.
+    """All operations of a run, or every n-th, others with each shard.
 
     Args:
         exhaustive: whether a test should prove all it can.
-        shard: shifts the first operation, so that successive runs of CI visit them all.
+        shard: a number that chooses the first operation.
         stride: from each operation to the next.
     """
 

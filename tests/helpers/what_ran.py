@@ -24,8 +24,6 @@ class WhatRan:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.began = time.monotonic()
-        self.seconds: Counter[str] = Counter()  # of each test
-        self.outcomes: Counter[str] = Counter()
         self.items: list[pytest.Item] = []
         self.ran = 0  # so many of them, from the first; the limit left the others
         self.left: list[pytest.Item] = []
@@ -42,11 +40,6 @@ class WhatRan:
         self.ran += 1
         return None
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += report.duration
-        if report.when == "call" or report.outcome != "passed":
-            self.outcomes[report.outcome] += 1
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
         """Those that the limit left are no part of the run."""
@@ -62,7 +55,7 @@ class WhatRan:
         if lane := self.config.getoption("--lane"):
             file = self.config.rootpath / "build" / "lanes" / f"{self.tier}_{lane}"
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"{self.summary(lane)}\n")
+            file.write_text(f"{self.summary(lane, terminalreporter)}\n")
 
     @property
     def tier(self) -> str:
@@ -73,7 +66,7 @@ class WhatRan:
         if self.tier == "quick" and lane:
             shard = self.config.getoption("--shard")
             yield f"`make test-rest SHARD={shard}` runs what this has left out, or proved in part."
-        if self.tier == "rest" and self.ran:
+        if self.tier == "rest":
             yield f"{self.ran} of {len(self.items)} ran."
         if self.ran and self.left:
             first, end = (f"{place(each.nodeid):08x}" for each in (self.items[0], self.left[0]))
@@ -82,9 +75,15 @@ class WhatRan:
             yield f"The same again: {command} PLACES={first}-{end}"
             yield f"All others:     {command} PLACES={end}-{first}"
 
-    def summary(self, lane: str) -> str:
-        slowest = [f"{s:.0f} s {name}" for name, s in self.seconds.most_common(3)]
-        counts = ", ".join(f"{n} {outcome}" for outcome, n in self.outcomes.items())
+    def summary(self, lane: str, reporter: pytest.TerminalReporter) -> str:
+        seconds = Counter[str]()  # of each test
+        for reports in reporter.stats.values():
+            for each in reports:
+                if isinstance(each, pytest.TestReport):
+                    seconds[each.nodeid] += each.duration
+        slowest = [f"{s:.0f} s {name}" for name, s in seconds.most_common(3)]
+        outcomes = ("passed", "failed", "error", "skipped", "xfailed")
+        counts = ", ".join(f"{len(reporter.stats[o])} {o}" for o in outcomes if o in reporter.stats)
         of = f" of {len(self.items)}" if self.left else ""
         took = time.monotonic() - self.began
         return (

@@ -14,27 +14,23 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.runs]
 
 
 @pytest.mark.parametrize("name", sorted(OF_OTHERS))
-def test_with_the_real_libraries(name: str, beside_trl: Path, pytestconfig: pytest.Config) -> None:
-    in_environment(beside_trl, name, pytestconfig.getoption("--shard"))
+def test_with_the_real_libraries(name: str, beside_trl: Path, shard: int) -> None:
+    in_environment(beside_trl, name, shard)
 
 
 @pytest.mark.parametrize("name", sorted(OF_TORCHTITAN))
-def test_with_the_real_torchtitan(
-    name: str, beside_torchtitan: Path, pytestconfig: pytest.Config
-) -> None:
-    in_environment(beside_torchtitan, name, pytestconfig.getoption("--shard"))
+def test_with_the_real_torchtitan(name: str, beside_torchtitan: Path, shard: int) -> None:
+    in_environment(beside_torchtitan, name, shard)
 
 
 @pytest.mark.parametrize("name", sorted(OF_AXOLOTL))
-def test_with_the_real_axolotl(
-    name: str, beside_axolotl: Path, pytestconfig: pytest.Config
-) -> None:
-    in_environment(beside_axolotl, name, pytestconfig.getoption("--shard"))
+def test_with_the_real_axolotl(name: str, beside_axolotl: Path, shard: int) -> None:
+    in_environment(beside_axolotl, name, shard)
 
 
 @pytest.mark.parametrize("name", sorted(OF_TRITON))
-def test_with_triton(name: str, beside_triton: Path, pytestconfig: pytest.Config) -> None:
-    in_environment(beside_triton, name, pytestconfig.getoption("--shard"))
+def test_with_triton(name: str, beside_triton: Path, shard: int) -> None:
+    in_environment(beside_triton, name, shard)
 
 
 def in_environment(python: Path, name: str, shard: int) -> None:
