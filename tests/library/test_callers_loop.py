@@ -17,13 +17,16 @@ from tests.helpers.decoder import local_values, same_bits
 from tests.helpers.library import WIDTH, Trained, collate, failing, rows_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.step_costs import costs_of
-from torchtune_adaptive import UsageError, find_batch_size
+from torchtune_adaptive import AdaptiveStep, UsageError, find_batch_size
 
 ROWS = 4
 
 
 class Shares(Trained):
     """A loop whose loss is a mean over the rows of a step, as transformers' trainer has it."""
+
+    def __init__(self, way: str, **settings: Any) -> None:
+        super().__init__(way, **{"shares": True} | settings)
 
     def forward(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
         inputs, targets = batch
@@ -38,6 +41,9 @@ class Shares(Trained):
 
 class Sums(Shares):
     forward = Trained.forward  # type: ignore[assignment]
+
+    def __init__(self, way: str, **settings: Any) -> None:
+        super().__init__(way, **{"shares": False} | settings)
 
 
 def plain_step(run: Trained, rows: list[Any]) -> float:
@@ -219,16 +225,33 @@ class TestMisuse:
             Trained("alone", optimizer_steps=False, **theirs)
 
     def test_noise_of_shares(self) -> None:
-        with pytest.raises(UsageError, match=r"^measure_noise: not where forward returns a share"):
-            Shares("alone", measure_noise=True).step(rows_of(2), collate, 1)
+        with pytest.raises(UsageError, match=r"^measure_noise: not with shares of the loss"):
+            Shares("alone", measure_noise=True)
 
-    def test_a_share_and_then_a_sum(self) -> None:
-        run = Shares("alone")
-        run.step(rows_of(2), collate, 1)
-        run.forward = lambda batch: (run.model(batch[0]).sum(), 4)  # type: ignore[assignment, method-assign]
-        run.step.objective._forward = run.forward
-        with pytest.raises(UsageError, match="returned 2 values, and a tensor before"):
-            run.step(rows_of(2), collate, 1)
+    def test_a_sum_where_shares_were_announced(self) -> None:
+        with pytest.raises(UsageError, match="returned 2 values, but with shares must return one"):
+            Sums("alone", shares=True).step(rows_of(2), collate, 1)
+
+    def test_a_value_of_shares(self) -> None:
+        with pytest.raises(UsageError, match=r"^shares: 'yes' must be one of"):
+            Trained("alone", shares="yes")
+
+    @pytest.mark.parametrize(
+        "take",
+        [
+            lambda step: step(rows_of(8), collate, 2),
+            lambda step: find_batch_size(step, lambda rows: collate(rows_of(rows))),
+        ],
+        ids=["step", "search"],
+    )
+    def test_a_bare_mean(self, take: Callable[[AdaptiveStep], Any]) -> None:
+        """The first thing that comes to mind; added up, it would give too large a gradient."""
+        run = Shares("alone", shares=False, memory_limit="1MiB")
+        before = local_values(run.model)
+        why = r"^forward: returned a tensor .* return \(mean \* terms, terms\)"
+        with pytest.raises(UsageError, match=why):
+            take(run.step)
+        assert same_bits(local_values(run.model), before)
 
 
 class TestSearch:

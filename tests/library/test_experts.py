@@ -98,6 +98,7 @@ def measured(folder: Path, routing: str, settings: dict[str, Any]) -> int:
         model,
         step.model().optimizer(model.parameters()),
         partial(step.model().forward, model),
+        shares=True,
         max_grad_norm=1.0,
         memory_limit="1TiB",
     ).train_step

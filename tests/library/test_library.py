@@ -24,8 +24,8 @@ from torchtune_adaptive.core.step.gradients import LossScale
 from torchtune_adaptive.library import model_steps
 
 SIGNATURES = {
-    "AdaptiveStep": "(model, optimizer, forward, *, optimizer_steps=True, max_grad_norm=None, scaler=None, "
-    "memory_limit=None, grow_back_after=100, sync_each_batch=True, measure_noise=False, "
+    "AdaptiveStep": "(model, optimizer, forward, *, shares=False, optimizer_steps=True, max_grad_norm=None, "
+    "scaler=None, memory_limit=None, grow_back_after=100, sync_each_batch=True, measure_noise=False, "
     "activation_checkpointing=None, "
     "restore=None, frozen=(), "
     "compiled=None, dropout='torch', seed=0, sequences=1, context_mesh=None, wait_for_memory=0.0, "
@@ -154,7 +154,7 @@ class TestMisuse:
     @pytest.mark.parametrize(
         ("returned", "why"),
         [
-            (lambda loss: loss, r"the loss is a tensor of shape \(4, 4\)"),
+            (lambda loss: loss, r"returned a tensor of shape \(4, 4\) .*, but must return two"),
             (lambda loss: None, "returned None, but must return two"),
             (lambda loss: [loss.sum(), 4], "returned a list, but must return two"),
             (lambda loss: (loss, 4), "the loss is a tensor of shape"),

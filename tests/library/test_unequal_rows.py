@@ -209,7 +209,7 @@ def refusals() -> dict[str, str]:
     refused("group of one", run.step, rows_of(4), collate, 1, groups=[4] if first else None)
     score = run.step.forward_only(lambda batch: batch[0])
     refused("nothing to score", score, rows_of(1 if first else 0), collate, 1)
-    shares = Trained("ddp")
+    shares = Trained("ddp", shares=True)
     shares.step.objective._forward = lambda batch: shares.model(batch[0]).mean()
     refused("shares", shares.step, rows_of(2 if first else 1), collate, 1)
     shares.step(rows_of(2), collate, 1)

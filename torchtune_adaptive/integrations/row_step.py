@@ -58,6 +58,8 @@ class RowStep(ABC):
         self._size = 0
         self._rows_of_step = 0
         self._kept = HostState(owner, ())
+        self._whole = False
+        """Whether batches are not divided."""
         self._made: dict[tuple[int, ...], Any] = {}
         """What the loader has made of rows of the step that is taken, by their numbers."""
 
@@ -119,6 +121,7 @@ class RowStep(ABC):
             model,
             optimizer,
             self._scaled,
+            shares=True,
             optimizer_steps=False,
             memory_limit=options.memory_limit,
             grow_back_after=options.grow_back_after,
@@ -183,7 +186,11 @@ class RowStep(ABC):
 
     def _groups(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
         """The rows of a step that may share a micro-batch; None if all may."""
-        return None
+        if not self._whole:
+            return None
+        sizes = [len(batch) for batch in batches]
+        self._size = max(self._size, *sizes)  # a loader may have batches of any size
+        return sizes
 
     def _numbers(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
         """The numbers of the rows among those of all processes, where dropout follows them."""
@@ -200,7 +207,11 @@ class RowStep(ABC):
     def _begin(self, rows: int) -> tuple[AdaptiveStep, str]:
         """What takes the steps, and why micro-batches have the size that they have."""
         options, step = self._options, self.new_step()
-        self._look_at_loss(step)
+        undivided = self._look_at_loss(step)
+        self._whole = undivided is not None
+        step.divides = not self._whole
+        if self._whole:
+            self._require_whole()
         most = self._most(rows)
         ceiling = min(most, options.ceiling or most)
         self._size = min(self._begin_with(), ceiling)
@@ -209,6 +220,8 @@ class RowStep(ABC):
             self._size = learned["size"]
             step.load_state_dict(learned["step"])
             return step, f", from {self._checkpoint()}"
+        if undivided is not None:
+            return step, f" (not divided: {undivided})" if undivided else ""
         why = [] if options.search else ["search=False"]
         searches = options.search and step.train_step.memory.measured
         if options.search and not searches:
@@ -238,12 +251,23 @@ class RowStep(ABC):
     def _announce(self, step: AdaptiveStep, line: str) -> None:
         announce(log, line, rank_zero=step.ranks.is_zero)
 
-    def _look_at_loss(self, step: AdaptiveStep) -> None:  # noqa: B027  # most have nothing to find out
-        """Find out what there is to know about the loss before a size is chosen."""
+    def _look_at_loss(self, step: AdaptiveStep) -> str | None:
+        """Find out what there is to know about the loss before a size is chosen; gives why batches cannot be
+        divided, which may be obvious, and None if they can."""
+        name = normalizes_over_rows(step.train_step.model)
+        return f"{name} normalizes over a batch" if name else None
+
+    def _require_whole(self) -> None:
+        """Check that no option divides batches that stay whole."""
+        for name in ("token_budget", "fastest"):
+            if getattr(self._options, name):
+                raise UsageError(
+                    f"{name}: batches cannot be divided, because of their loss or layers. Leave it off."
+                )
 
     def _most(self, rows: int) -> int:
         """The most rows that a micro-batch of a step of so many may have."""
-        return rows
+        return self._configured()[0] if self._whole else rows
 
     def _begin_with(self) -> int:
         """The rows of a micro-batch where no size is searched for."""

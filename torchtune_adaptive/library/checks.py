@@ -62,9 +62,13 @@ def plain_optimizer(optimizer: Any) -> Optimizer:
 def weighted(result: object) -> tuple[torch.Tensor, int]:
     """The summed loss and its weight, if they are what ``forward`` returned."""
     if not isinstance(result, tuple) or len(result) != 2:
+        alone = (
+            " One tensor may be a mean, which would count once for each micro-batch: return (mean * terms, "
+            "terms); or, for shares of the loss, pass AdaptiveStep(..., shares=True)."
+        )
         raise UsageError(
-            f"forward: returned {kind(result)}, but must return two values, the loss, summed over its terms, "
-            "and their number; or one tensor, a share of the loss."
+            f"forward: returned {kind(result)}, but must return two values: the loss, summed over its terms, "
+            f"and their number.{alone if isinstance(result, torch.Tensor) else ''}"
         )
     loss, weight = result
     loss = differentiable(loss)

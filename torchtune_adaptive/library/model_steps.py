@@ -93,9 +93,10 @@ class ModelTracer(StepTracer):
             fill(model, self.device)
             optimizer = checks.plain_optimizer(question.optimizer(model.parameters()))
             checks.require_trainable(model, optimizer)
+            forward = partial(self._forward, question.forward, model)
             step = TrainStep(
                 model=model,
-                objective=SummedLoss(partial(self._forward, question.forward, model), ()),
+                objective=SummedLoss(forward, (), shares=question.by_trainer),
                 optimizers=[optimizer],
                 device=self.device,
                 memory=self.memory,

@@ -48,7 +48,7 @@ class Outcome:
     loss: float
     """The mean loss of the step over all ranks, before the optimizer changed the weights."""
     weight: int
-    """The number of terms in the loss, over all ranks; where ``forward`` returns a share, that of ranks."""
+    """The number of terms in the loss, over all ranks; with ``shares``, that of ranks."""
     gradient_norm: float | None
     """The norm of the whole gradient before clipping, with ``max_grad_norm``."""
     micro_batch: int
@@ -83,8 +83,9 @@ class AdaptiveStep:
         optimizer: the optimizer of the model's parameters, created after ``fully_shard``.
         forward: function called with a micro-batch on the device. Returns the loss, summed over its terms
             (tokens, rows, ...), and their number; if that is a tensor on the device, the host waits for it.
-            Or one tensor, its share of the loss: shares are added up over micro-batches and averaged over
-            ranks.
+            With ``shares``, one tensor: its share of the loss.
+        shares: whether ``forward`` returns shares of the loss. They are added up over micro-batches and
+            averaged over ranks.
         optimizer_steps: whether a step ends with that of the optimizer. If not, it ends with the gradient of
             the step in ``.grad``, on all ranks or on none, and the caller clips it and steps the optimizer.
         max_grad_norm: the norm above which gradients are scaled down.
@@ -126,6 +127,7 @@ class AdaptiveStep:
         optimizer: Optimizer,
         forward: Callable[[Any], tuple[torch.Tensor, int] | torch.Tensor],
         *,
+        shares: bool = False,
         optimizer_steps: bool = True,
         max_grad_norm: float | None = None,
         scaler: GradScaler | None = None,
@@ -152,6 +154,7 @@ class AdaptiveStep:
         optimizer = checks.plain_optimizer(optimizer)
         checks.require_trainable(model, optimizer)
         arguments.function("forward", forward)
+        arguments.one_of("shares", shares, (True, False))
         TrainStep.require_no_graphs("forward", forward)
         arguments.norm("max_grad_norm", max_grad_norm)
         arguments.seconds("wait_for_memory", wait_for_memory)
@@ -168,6 +171,11 @@ class AdaptiveStep:
             raise UsageError(
                 "measure_noise: not with a scaler, whose scale changes from step to step."
             )
+        if shares and measure_noise:
+            raise UsageError(
+                "measure_noise: not with shares of the loss, whose number of terms is not known. Return the "
+                "sum over all terms, and their number."
+            )
         if not optimizer_steps and (max_grad_norm is not None or scaler is not None):
             raise UsageError(
                 "optimizer_steps: False leaves clipping and scaling to the caller. Do not pass "
@@ -178,7 +186,7 @@ class AdaptiveStep:
         self.ranks = Ranks(timeout, self.compiled)
         device = checks.device_of(model)
         frozen = checks.modules("frozen", frozen)
-        self.objective = SummedLoss(forward, frozen, measure_noise)
+        self.objective = SummedLoss(forward, frozen, shares)
         layers = activation_checkpointing
         self.layers = layers if isinstance(layers, LayerCheckpointing) else None
         """What checkpoints layers one by one, if it was given."""
@@ -219,6 +227,8 @@ class AdaptiveStep:
             wait_for_memory=wait_for_memory,
         )
         self._grow_back_after = calm_steps
+        self.divides = True
+        """Whether micro-batches get smaller when memory runs out; if not, only more is computed again."""
         self._size = 0
         self._spare: list[Any] = []  # a row of this rank's last step that had any
         self.steps = 0
@@ -255,8 +265,8 @@ class AdaptiveStep:
             TrainingOutOfMemory: not even one row fits, on every rank; or memory ran out in the optimizer,
                 on the rank where it did.
             UsageError: the ranks have different sizes, a row is longer than ``size`` allows, a rank has no
-                rows and had none before, or ``forward`` returns neither a sum and its weight nor a share, or
-                a share where ranks have different numbers of rows.
+                rows and had none before, or ``forward`` returns neither a sum and its weight nor, with
+                ``shares``, one tensor; or, with ``shares``, ranks have different numbers of rows.
             RankLost: another rank has not answered in time, or has ended; the ranks cannot go on.
 
         After any other exception nothing is left of the step, so another can be taken, on all ranks.
@@ -380,7 +390,7 @@ class AdaptiveStep:
     def _begin(self, size: int, unit: str = "row") -> None:
         """Use micro-batches of this size from the next step on."""
         self._size, self._runner.unit = size, unit
-        smaller: Sequence[int] = candidates("power_of_two", size, size)
+        smaller: Sequence[int] = candidates("power_of_two", size, size) if self.divides else ()
         if unit == "token":
             smaller = [size >> halvings for halvings in range(size.bit_length())]
         reliefs = len(self._runner.reliefs) - 1

@@ -15,8 +15,8 @@ from torchtune_adaptive.library import checks
 
 class SummedLoss:
     """The objective of a step: the loss that the user's function returns; ``frozen`` are models that it runs
-    besides the trained one. A share of the loss is refused where gradient noise is measured, and where ranks
-    have different numbers of rows."""
+    besides the trained one. With ``shares`` it returns shares of the loss, which have no number of terms, and
+    are refused where ranks have different numbers of rows."""
 
     ignored = -100
     unit = "terms"
@@ -26,13 +26,11 @@ class SummedLoss:
         self,
         forward: Callable[[Any], Any],
         frozen: Sequence[nn.Module],
-        measures_noise: bool = False,
+        shares: bool = False,
     ) -> None:
         self._forward = forward
-        self._measures_noise = measures_noise
         self._checked = False
-        self.shares: bool | None = None
-        """Whether the function returns shares, which have no number of terms; None before the first."""
+        self.shares = shares
         self.begins = True
         """Whether the next micro-batch is the first of an attempt."""
         self.equal_rows = True
@@ -47,15 +45,7 @@ class SummedLoss:
 
     def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> Summed:
         result = self._forward(batch)
-        shares = isinstance(result, torch.Tensor)
-        if self.shares is None:
-            self.shares = shares
-        if shares != self.shares:
-            before = "a tensor" if self.shares else "two values"
-            raise UsageError(
-                f"forward: returned {checks.kind(result)}, and {before} before. Return the same each time."
-            )
-        if shares:
+        if self.shares:
             return self._share(result)
         loss, weight = checks.weighted(result)
         if not self._checked and weight > 1:
@@ -63,11 +53,11 @@ class SummedLoss:
             self._checked = True
         return Summed(loss, weight)
 
-    def _share(self, result: torch.Tensor) -> Summed:
-        if self._measures_noise:
+    def _share(self, result: object) -> Summed:
+        if not isinstance(result, torch.Tensor):
             raise UsageError(
-                "measure_noise: not where forward returns a share of the loss, whose number of terms is not "
-                "known. Return the sum over all terms, and their number."
+                f"forward: returned {checks.kind(result)}, but with shares must return one tensor, its share "
+                "of the loss."
             )
         if not self.equal_rows:
             raise UsageError(
