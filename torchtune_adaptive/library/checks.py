@@ -21,9 +21,11 @@ from torchtune_adaptive.library.private import tree_leaves
 def device_of(model: nn.Module) -> torch.device:
     """The device that a model runs on; with CPU offload, its parameters wait elsewhere."""
     first = next(model.parameters())
-    kind = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
-    if kind == "cpu":
-        return torch.device("cpu")
+    if not isinstance(first, DTensor):
+        return first.device
+    kind, waits = first.device_mesh.device_type, first.to_local().device
+    if waits.type == kind:
+        return waits
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
@@ -235,3 +237,10 @@ def modules(name: str, value: Any) -> tuple[nn.Module, ...]:
     if not isinstance(value, Sequence) or not all(isinstance(one, nn.Module) for one in value):
         raise UsageError(f"{name}: {value!r} is not a list of modules.")
     return tuple(value)
+
+
+def normalizes_over_rows(model: nn.Module) -> str:
+    """The name of a layer in training mode that normalizes over the rows of a micro-batch, or nothing."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    found = (name for name, each in model.named_modules() if isinstance(each, kinds) and each.training)
+    return next(found, "")

@@ -34,6 +34,16 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
+def scaler_of(optimizer: Any) -> Any:
+    """The gradient scaler of an optimizer that accelerate, Lightning or its Fabric has wrapped, or None.
+
+    Lightning's is in the precision plugin of the strategy, which its optimizers hold (2.6).
+    """
+    strategy = getattr(optimizer, "_strategy", None)
+    plugin = getattr(strategy, "precision", None) or getattr(strategy, "precision_plugin", None)
+    return getattr(plugin or optimizer, "scaler", None)
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a model of transformers (5.23), by the names of the classes that are not to be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())

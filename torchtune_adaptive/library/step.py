@@ -33,7 +33,7 @@ from torchtune_adaptive.core import (
 from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.forward_only import ForwardOnly
 from torchtune_adaptive.library.layers import LayerCheckpointing, switches_of
-from torchtune_adaptive.library.private import is_compiled
+from torchtune_adaptive.library.private import is_compiled, scaler_of
 from torchtune_adaptive.library.requests import shared_rows
 from torchtune_adaptive.library.summed_loss import SummedLoss
 
@@ -89,7 +89,8 @@ class AdaptiveStep:
         optimizer_steps: whether a step ends with that of the optimizer. If not, it ends with the gradient of
             the step in ``.grad``, on all ranks or on none, and the caller clips it and steps the optimizer.
         max_grad_norm: the norm above which gradients are scaled down.
-        scaler: the scaler of losses against underflow in float16; it is kept up to date.
+        scaler: the scaler of losses against underflow in float16; it is kept up to date. By default, that of
+            an optimizer that accelerate or Lightning Fabric has prepared.
         memory_limit: the most capacity that this process may have, such as ``"24GiB"``. On a CPU, the tensors
             of a step are counted against it.
         grow_back_after: steps without trouble after which a size that failed is tried again, or ``"never"``.
@@ -151,6 +152,8 @@ class AdaptiveStep:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # after evaluation, the parameters of the root are whole, and others
+        if scaler is None and optimizer_steps:
+            scaler = scaler_of(optimizer)
         optimizer = checks.plain_optimizer(optimizer)
         checks.require_trainable(model, optimizer)
         arguments.function("forward", forward)
