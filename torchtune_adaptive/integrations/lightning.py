@@ -49,8 +49,8 @@ class AdaptiveModuleMixin(_Module):
     A module may have four more attributes:
 
         adaptive: the ``Adaptive`` to use.
-        num_items: function that gives the number of terms that the loss of a batch is a mean of, such as
-            tokens; by default, they are rows.
+        adaptive_num_items: function that gives the number of terms that the loss of a batch is a mean of,
+            such as tokens; by default, they are rows.
         restored: names of attributes that ``training_step`` changes, such as metrics, which are set back
             before a step is done again.
         activation_checkpointing: two functions that turn it on and off.
@@ -72,7 +72,7 @@ class AdaptiveModuleMixin(_Module):
         if stage != "fit":
             return
         check_versions("lightning")
-        _require_supported(self, super().training_step)
+        _require_supported(self, super().training_step, super().backward)
         self._step = self._resumed = None  # a checkpoint is loaded after this
         self._rows = []
         private.pass_loader_through(self.trainer, _keeping_rows)
@@ -170,9 +170,21 @@ def _keeping_rows(loader: Any) -> Any:
     return loader
 
 
-def _require_supported(module: Any, training_step: Callable[..., Any]) -> None:
+def _require_supported(
+    module: Any, training_step: Callable[..., Any], backward: Callable[..., Any]
+) -> None:
     """Check what cannot be kept."""
     trainer = module.trainer
+    if backward.__qualname__ != "LightningModule.backward":
+        raise UsageError(
+            f"backward: {backward.__qualname__} would not be called, as the step goes backward itself. "
+            "Change the loss in training_step, or call AdaptiveStep in a loop of your own."
+        )
+    if callable(getattr(module, "num_items", None)) and not hasattr(module, "adaptive_num_items"):
+        raise UsageError(
+            "num_items: what counts the terms of a loss is now adaptive_num_items. Rename it, or set "
+            "adaptive_num_items = None if it is something else."
+        )
     if getattr(module, "adaptive", Adaptive()).dropout == "sample":
         raise UsageError(
             "dropout: by sample, but Lightning's loaders do not say which rows other processes have. Leave "

@@ -32,7 +32,7 @@ class ModuleStep(RowStep):
         # The mixin comes before the classes that may have these, so it has no defaults of its own.
         options, restored = getattr(module, "adaptive", Adaptive()), getattr(module, "restored", ())
         super().__init__(module, restored, options, trainer.train_dataloader, module.device)
-        self._terms_of = getattr(module, "num_items", None)
+        self._terms_of = getattr(module, "adaptive_num_items", None)
         self._module, self._trainer = module, trainer
         self._training_step = training_step
         self._resumed = saved

@@ -36,6 +36,8 @@ CLOSE = 1e-6
 
 
 class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+    num_items = 96  # of a catalog, say: the module's own
+
     def __init__(self) -> None:
         super().__init__()
         self.model, self.calls = llama(), 0
@@ -49,7 +51,7 @@ class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
     def validation_step(self, batch: Any) -> None:
         self.log("val_loss", self.model(**batch).loss)
 
-    def num_items(self, batch: Any) -> int:
+    def adaptive_num_items(self, batch: Any) -> int:
         return int((batch["labels"][:, 1:] != -100).sum())
 
     def configure_optimizers(self) -> Any:
@@ -335,11 +337,25 @@ def refusals() -> list[str]:
         def training_step(self, batch: Any) -> Any:  # type: ignore[override]
             return None
 
+    class GoingBackward(Module):
+        def backward(self, loss: torch.Tensor) -> None:
+            (2 * loss).backward()
+
+    class OfBefore(pl.LightningModule):  # type: ignore[misc, name-defined]
+        num_items, training_step = Module.adaptive_num_items, Module.training_step
+        configure_optimizers = Module.configure_optimizers
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.calls = llama(), 0
+
     said = []
     for kind, settings in (
         (Manual, {"gradient_clip_val": None}),
         (Iterating, {}),
         (Skipping, {}),
+        (GoingBackward, {}),
+        (OfBefore, {}),
     ):
         with pytest.raises(UsageError) as refused:
             fit(AS_CONFIGURED, kind=kind, **settings)
@@ -355,6 +371,8 @@ def test_what_cannot_be_kept_is_refused_by_name() -> None:
         "automatic_optimization: ",
         "training_step: ",
         "training_step: ",
+        "backward: ",
+        "num_items: ",
         "fastest: only trainers",
     )
     assert all(each.startswith(name) for each, name in zip(said, names, strict=True)), said
