@@ -46,15 +46,8 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "fsdp: version 1": {"fsdp_plugin": SimpleNamespace(fsdp_version=1)},
     "even_batches must be on": {"even_batches": False},
     "accelerator_config: with dispatch_batches": {"dispatch_batches": True},
-    "loss_type: aot sorts the rows": {"loss_type": ["sigmoid", "aot"]},
-    "loss_type: kto compares each row": {"loss_type": "kto"},
-    "loss_type: bnpo is a mean over the tokens": {"loss_type": "bnpo"},
     "use_transformers_continuous_batching: True": {"use_transformers_continuous_batching": True},
     "use_transformers_paged: True": {"use_transformers_paged": True},
-    "entropy_coef: 0.01 is not": {"entropy_coef": 0.01},
-    "use_adaptive_entropy: True": {"use_adaptive_entropy": True},
-    "top_entropy_quantile: 0.2 is not": {"top_entropy_quantile": 0.2},
-    "loss_type: sft is a mean over the tokens": {"loss_type": "sft"},
     "dropout: by sample, but neftune_noise_alpha": {
         "adaptive": BY_SAMPLE,
         "neftune_noise_alpha": 5.0,
@@ -64,7 +57,6 @@ MISTAKES: dict[str, dict[str, Any]] = {
         "adaptive": BY_SAMPLE,
         "model": nn.Sequential(nn.MultiheadAttention(4, 2, dropout=0.1)),
     },
-    "output_router_logits": {"config": SimpleNamespace(output_router_logits=True)},
 }
 
 
@@ -184,13 +176,11 @@ def sharded() -> nn.Module:
 
 
 OF_ROLLOUTS: dict[str, dict[str, Any]] = {
-    "loss_type: other is not known": {"args": {"loss_type": "other"}},
     "tools: not supported": {"tools": [len]},
     "rollout_func: not supported": {"rollout_func": len},
     "environment_factory: not supported": {"environment_factory": dict},
     "processing_class: a processor of images": {"_is_vlm": True},
     "reward_funcs: a model that FSDP shards": {"reward_funcs": [len, sharded()]},
-    "router_aux_loss_coef: the auxiliary loss": {"aux_loss_enabled": True},
     "use_liger_kernel: in this version of TRL": {
         "args": {"use_liger_kernel": True},
         "compute_liger_loss": len,

@@ -1,4 +1,4 @@
-"""What a loss is a mean of is found by losses of one row and of two."""
+"""What a loss is a sum or a mean of is found by the losses of rows, and of the same rows in two parts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from torchtune_adaptive import UsageError
+from torchtune_adaptive.common import TrainingOutOfMemory
 from torchtune_adaptive.core import Ranks
-from torchtune_adaptive.integrations.terms import Terms, TermsFinder, Tried, with_a_label
+from torchtune_adaptive.integrations.terms import Found, Terms, TermsFinder, with_a_label
 
 Row = list[int]
 ROWS = [[3, 1, 4, 1, 5, 9], [2, 6, 5], [3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6], [2, 6], [4, 3, 3, 8]]
@@ -45,67 +45,109 @@ def over_rows(labels: torch.Tensor, _: int) -> torch.Tensor:
     return torch.stack(of_rows).mean()
 
 
-LOSSES: dict[str, tuple[Callable[[torch.Tensor, int], Any], Any, Any]] = {
+def divided(labels: torch.Tensor, items: int) -> torch.Tensor:
+    return summed(labels).sum() / items
+
+
+def contrastive(labels: torch.Tensor, _: int) -> torch.Tensor:
+    """A loss that compares rows: that of one alone is 0."""
+    similarity = torch.outer(*[summed(labels).sum(-1)] * 2)
+    return torch.nn.functional.cross_entropy(similarity, torch.arange(len(labels)))
+
+
+def of_three(labels: torch.Tensor, _: int) -> torch.Tensor:
+    """A loss that compares three rows: those of one and of two are 0."""
+    return summed(labels).sum() * (len(labels) > 2)
+
+
+LOSSES: dict[str, tuple[Callable[[torch.Tensor, int], Any], Any, Terms]] = {
+    "items": (divided, padded, Terms.ITEMS),
+    "a sum": (lambda labels, _: summed(labels).sum(), padded, Terms.ITEMS),
     "labels": (over_labels, padded, Terms.LABELS),
     "later labels": (lambda labels, n: over_labels(labels[:, 1:], n), padded, Terms.LATER_LABELS),
     "rows of labels": (over_rows, padded, Terms.ROWS),
     "rows": (over_rows, each_alone, Terms.ROWS),
+    "partly items": (lambda labels, n: divided(labels, n) + 1, padded, Terms.BATCH),
     "with weights": (
         lambda labels, _: (summed(labels) * labels).sum() / labels.sum(),
         each_alone,
-        None,
+        Terms.BATCH,
     ),
-    "between rows": (lambda labels, _: summed(labels).sum() ** 2, padded, None),
-    "at random": (lambda labels, _: torch.rand(()), padded, Terms.LABELS),
-    "no number": (lambda labels, _: torch.tensor(math.nan), padded, Terms.LABELS),
+    "between rows": (lambda labels, _: summed(labels).sum() ** 2, padded, Terms.BATCH),
+    "contrastive": (contrastive, padded, Terms.BATCH),
+    "of three rows": (of_three, padded, Terms.BATCH),
+    "follows padding": (
+        lambda labels, n: over_rows(labels, n) * (1 + 1e-3 * labels.shape[-1]),
+        padded,
+        Terms.BATCH,
+    ),
+    "at random": (lambda labels, _: torch.rand(()), padded, Terms.BATCH),
+    "no number": (lambda labels, _: torch.tensor(math.nan), padded, Terms.BATCH),
+    "0": (lambda labels, _: torch.zeros(()), padded, Terms.BATCH),
 }
 
 
-def trial(loss: Callable[[torch.Tensor, int], Any], collate: Any, rows: Any = ROWS) -> TermsFinder:
-    def losses(tried: Sequence[Tried]) -> list[float]:
+def found(
+    loss: Callable[[torch.Tensor, int], Any], collate: Any, rows: Any = ROWS, **more: Any
+) -> Found:
+    def losses(tried: Sequence[tuple[int, Any]]) -> list[float]:
         made = []
-        for one in tried:
-            torch.manual_seed(one.seed)
-            made.append(float(loss(one.inputs["labels"], one.items)))
+        for seed, one in tried:
+            torch.manual_seed(seed)
+            made.append(float(loss(one["labels"], 7)))
         return made
 
-    return TermsFinder(losses, collate, rows, Ranks(), rounding=1e-6)
+    return TermsFinder(losses, collate, rows, more.get("batch", 3), Ranks(), rounding=1e-6).found()
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_a_loss_is_a_mean_of(name: str) -> None:
+def test_what_a_loss_is_a_sum_or_a_mean_of(name: str) -> None:
     loss, collate, expected = LOSSES[name]
-    assert trial(loss, collate).mean_of() == expected
+    terms, why = found(loss, collate)
+    assert terms == expected and bool(why) == (expected is Terms.BATCH)
+    assert "\n" not in why
 
 
 def test_of_what_cannot_be_told_apart_the_one_that_mixes_no_batches_is_taken() -> None:
-    assert trial(over_rows, padded, EQUAL).mean_of() == Terms.LABELS
-    assert trial(over_labels, padded, ROWS[:1]).mean_of() == Terms.LABELS
+    assert found(over_rows, padded, EQUAL).terms is Terms.LABELS
 
 
-def test_whether_a_loss_is_divided_by_the_items() -> None:
-    assert trial(lambda labels, items: summed(labels).sum() / items, padded).divides_by_items()
-    assert not trial(over_labels, padded).divides_by_items()
-    # Rows without labels say nothing; the others do.
+def test_rows_without_labels_say_nothing_and_the_others_do() -> None:
     ignored = [[-100, -100]] * 3
-    assert not trial(over_labels, padded, [*ignored, ROWS[0]]).divides_by_items()
-    assert trial(over_labels, padded, ignored).divides_by_items()
-    both = lambda labels, items: summed(labels).sum() / items + 1  # noqa: E731
-    with pytest.raises(
-        UsageError, match=r"compute_loss: a part of the loss is divided .* Divide all"
-    ):
-        trial(both, padded).divides_by_items()
+    assert found(over_labels, padded, [*ignored, *ROWS]).terms is Terms.LABELS
+    assert found(over_labels, padded, ignored).terms is Terms.BATCH
+
+
+def test_batches_of_one_row_are_tried_together_and_stay_alone_if_that_fails() -> None:
+    def of_one(labels: torch.Tensor, _: int) -> torch.Tensor:
+        if len(labels) > 1:
+            raise RuntimeError("mat1 and mat2\ncannot be multiplied")
+        return summed(labels).sum()
+
+    assert found(divided, padded, batch=1).terms is Terms.ITEMS
+    terms, why = found(of_one, padded, batch=1)
+    assert terms is Terms.BATCH and why.endswith(
+        "(RuntimeError: mat1 and mat2 cannot be multiplied)"
+    )
+    assert found(of_one, padded, ROWS[:1]) == (Terms.BATCH, "")  # where there is nothing to divide
+
+
+def test_fewer_rows_are_tried_where_memory_runs_out() -> None:
+    def in_little_memory(labels: torch.Tensor, items: int) -> torch.Tensor:
+        if len(labels) > 3:
+            raise TrainingOutOfMemory("out of memory")
+        return divided(labels, items)
+
+    assert found(in_little_memory, padded, batch=6).terms is Terms.ITEMS
+    with pytest.raises(TrainingOutOfMemory):
+        found(lambda *_: in_little_memory(torch.zeros(4), 1), padded)
 
 
 def test_groups_and_numbers_of_terms() -> None:
     batches = [4, 4, 4, 2]
-    assert [one.groups(batches) for one in (Terms.ITEMS, Terms.ROWS, Terms.LABELS)] == [
-        [14],
-        [12, 2],
-        batches,
-    ]
+    assert [one.groups(batches) for one in Terms] == [[14], [12, 2], batches, batches, batches]
     batch = padded(ROWS)
-    assert [one.number(batch, 6) for one in Terms] == [6, 6, 27, 21]
+    assert [one.number(batch, 6) for one in Terms] == [6, 6, 27, 21, 6]
 
 
 def test_a_batch_without_labels_gets_one() -> None:

@@ -19,15 +19,16 @@ from unittest import mock
 import torch
 from torch.utils.data import IterableDataset
 
-from torchtune_adaptive.common import UsageError, announce, arguments
-from torchtune_adaptive.core import Generators, Phase
+from torchtune_adaptive.common import TrainingOutOfMemory, UsageError, announce, arguments
+from torchtune_adaptive.core import Buffers, Generators, Phase
 from torchtune_adaptive.integrations import averages, private, refusals
 from torchtune_adaptive.integrations.first_look import terms_of_loss
 from torchtune_adaptive.integrations.host_state import HostState
 from torchtune_adaptive.integrations.parts import joined, weighted_mean
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows
-from torchtune_adaptive.integrations.terms import Terms
+from torchtune_adaptive.integrations.terms import Found, Terms
 from torchtune_adaptive.integrations.trainer_step import TrainerStep, collectives_of
+from torchtune_adaptive.integrations.undivided import why_not_divided
 from torchtune_adaptive.library import AdaptiveStep
 
 log = logging.getLogger(__name__)
@@ -71,10 +72,14 @@ class Evaluation:
         self._trainer, self._training = trainer, training
         self._step: AdaptiveStep | None = None
         self._phases: dict[str, Phase[Any, Any]] = {}
-        self._terms: Terms | None = None
+        self._terms: Found | None = None
         """What the loss is a mean of, where no training has found it."""
         self._batch: Divisible | None = None
         self._repeatable: Keeping | None = None
+
+    def forget(self) -> None:
+        """Forget the model that was evaluated last."""
+        self._step, self._phases, self._terms = None, {}, None
 
     # --- the rows of a batch --------------------------------------------------------------------
 
@@ -109,7 +114,7 @@ class Evaluation:
     def _again(self, keeping: Keeping, batch: KeptRows, rows: Sequence[Any]) -> Any:
         """A batch of some of the rows of another, if a batch of all would be the same again."""
         if self._repeatable is not keeping:
-            keeping.require_repeatable(batch)
+            keeping.require_repeatable(batch, self._trainer.accelerator.device)
             self._repeatable = keeping
         return keeping.again(rows)
 
@@ -232,35 +237,45 @@ class Evaluation:
         parts: Sequence[_Predicted],
     ) -> list[float]:
         """How much each part counts in the loss of its batch."""
-        terms = batch.terms or self._terms_of_loss(step, model, batch, parts[0].items)
+        terms, why = self._terms_of_loss(step, model, batch, parts[0].items)
+        if not terms.divides:
+            raise TrainingOutOfMemory(
+                "Out of memory in evaluation, where the loss of a batch cannot be computed in parts: "
+                f"{why}. Lower per_device_eval_batch_size."
+            )
         if terms is Terms.ITEMS:
             return [part.items or 0.0 for part in parts]
         return [float(terms.number(part.inputs, part.rows)) for part in parts]
 
     def _terms_of_loss(
         self, step: AdaptiveStep, model: torch.nn.Module, batch: Divisible, items: float | None
-    ) -> Terms:
+    ) -> Found:
         trainer, training = self._trainer, self._training()
-        known = refusals.mean_in_evaluation(type(trainer))
-        found = known or (training.terms if training is not None else None) or self._terms
-        if found is not None and (found is not Terms.ITEMS or items is not None):
-            return found
-        drawn, kept = Generators(trainer.accelerator.device), self._kept()
-        with self._gathering(step):
-            self._terms = terms_of_loss(trainer, model, step, batch.rows, batch.collate, items)
-        drawn.restore()
-        kept.restore()
+        if why := why_not_divided(trainer, model):
+            return Found(Terms.BATCH, why)
+        trained = None if training is None else training.terms
+        known = batch.terms or refusals.mean_in_evaluation(type(trainer)) or trained
+        if known is not None and known.divides and (known is not Terms.ITEMS or items is not None):
+            return Found(known)
+        if self._terms is None:
+            drawn, kept = Generators(trainer.accelerator.device), self._kept()
+            buffers, rows = Buffers(model), batch.rows
+            with self._gathering(step):
+                self._terms = terms_of_loss(
+                    trainer, model, step, rows, len(rows), batch.collate, items
+                )
+            drawn.restore()
+            buffers.restore()
+            kept.restore()
+        if self._terms.terms is Terms.ITEMS and items is None:
+            return Found(Terms.BATCH, "it is a sum, and not divided by num_items_in_batch")
         return self._terms
 
     def _average(self, parts: Sequence[_Predicted], before: HostState) -> None:
         """Make one value of those that the parts have added to each metric."""
-        rows, done = [part.rows for part in parts], 0
-        of_parts = []
-        for part in parts:
-            numbers, done = range(done, done + part.rows), done + part.rows
-            of_parts.append(averages.Part(numbers, part.added, part.inputs))
+        metrics = private.metrics_in(vars(self._trainer), "eval")
         earlier = private.metrics_in(before.values, "eval")
-        averages.settle(self._trainer, "eval", earlier, [sum(rows)], of_parts)
+        averages.settle(metrics, earlier, 1, [averages.Part(p.rows, p.added) for p in parts])
 
     # --- what evaluates -------------------------------------------------------------------------
 
@@ -287,8 +302,14 @@ class Evaluation:
     def _phase(self, step: AdaptiveStep, name: str) -> Phase[Any, Any]:
         if name not in self._phases:
             adjusted = partial(self._adjusted, step, name)
-            self._phases[name] = Phase(name, step.train_step, _no_training, adjusted=adjusted)
             options = self._trainer.adaptive
+            self._phases[name] = Phase(
+                name,
+                step.train_step,
+                _no_training,
+                adjusted=adjusted,
+                wait_for_memory=options.wait_for_memory,
+            )
             self._phases[name].begin(
                 self._trainer.args.eval_batch_size,
                 arguments.whole_or_never("grow_back_after", options.grow_back_after),
@@ -298,7 +319,8 @@ class Evaluation:
     def _adjusted(
         self, step: AdaptiveStep, name: str, reason: str, before: int, after: int
     ) -> None:
-        line = f"batch of {name} {before} -> {after} ({reason})"
+        what = f"batch of {name} {before} -> {after}" if before != after else name
+        line = f"{what} ({reason})"
         announce(log, line, logging.WARNING, rank_zero=step.ranks.is_zero)
 
     # --- what a forward pass changes on the host --------------------------------------------------

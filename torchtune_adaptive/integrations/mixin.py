@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +36,7 @@ class AdaptiveMixin(_Trainer):
     """Whether the rows of a step are completions that the model generates."""
     args: Any
     accelerator: Any
+    hp_search_backend: Any
     rows_begun_with: StepRows
     """The rows of a step that the run began with, by the arguments that it had then."""
 
@@ -47,34 +46,50 @@ class AdaptiveMixin(_Trainer):
         refusals.require_known_trainer(type(self), self.of_rollouts)
         self._adaptive_step: Any = None  # a TrainerStep; other names of its kind are TRL's
         self._adaptive_evaluation = Evaluation(self, lambda: self._adaptive_step)
+        self._adaptive_checkpoint: Any = None
+        self._adaptive_given: StepRows | None = None
         super().__init__(*args, **kwargs)
         refusals.require_supported(self)
         state_in(self)
-        # DistributedDataParallel would broadcast them in each forward pass, where a rank may be missing.
-        self.accelerator.ddp_handler.broadcast_buffers = False
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with self._rows_of_steps_kept(resume_from_checkpoint):
-            try:
-                return super().train(resume_from_checkpoint, *args, **kwargs)
-            except torch.OutOfMemoryError as error:
-                raise lost_outside_of_a_step(self, error) from error
-            finally:
-                sample_dropout.drop_by_torch(self.model)
+        self._forget_training()
+        self._adaptive_checkpoint = resume_from_checkpoint
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise lost_outside_of_a_step(self, error) from error
+        finally:
+            if given := self._adaptive_given:
+                private.set_batches(self, given.batch, given.accumulation)
+            sample_dropout.drop_by_torch(self.model)
 
-    @contextmanager
-    def _rows_of_steps_kept(self, checkpoint: Any) -> Iterator[None]:
-        """A context in which steps have the rows that they had on the processes that the run began with."""
+    def _forget_training(self) -> None:
+        """Forget an earlier training, whose model another may replace: nothing may hold it, nor be known of
+        the new one by it."""
+        self._adaptive_step = self._adaptive_given = None
+        self._adaptive_evaluation.forget()
+        state = state_in(self)
+        state.steps = state.learned = None
+
+    def _begin_training(self) -> None:
+        """Set up what follows arguments, which a hyperparameter search changes after ``train`` is called."""
+        if self._adaptive_given is not None:  # of several loaders, this is not the first
+            return
+        if self.hp_search_backend is not None:
+            refusals.require_supported(self)
+        # DistributedDataParallel would broadcast them in each forward pass, where a rank may be missing.
+        self.accelerator.ddp_handler.broadcast_buffers = False
         args = self.args
-        given = StepRows(
+        self._adaptive_given = given = StepRows(
             args.per_device_train_batch_size,
             args.gradient_accumulation_steps,
-            self.accelerator.num_processes,
+            # Where they split batches, the rows of a step do not follow their number.
+            1 if args.accelerator_config.split_batches else self.accelerator.num_processes,
         )
-        learned = learned_in(checkpoint, args.output_dir) or {}
+        learned = learned_in(self._adaptive_checkpoint, args.output_dir) or {}
         self.rows_begun_with, rows = given.resumed(learned.get("began with"))
         if rows == given:
-            yield
             return
         if self.of_rollouts:
             raise UsageError(
@@ -84,12 +99,10 @@ class AdaptiveMixin(_Trainer):
                 "follows the arguments."
             )
         private.set_batches(self, rows.batch, rows.accumulation)
-        try:
-            yield
-        finally:
-            private.set_batches(self, given.batch, given.accumulation)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self._adaptive_step is not None and self._adaptive_step.keeps_log(logs):
+            return
         if "loss" in logs and self._adaptive_step is not None:  # of training, not of an evaluation
             logs = logs | self._adaptive_step.metrics
         super().log(logs, *args, **kwargs)

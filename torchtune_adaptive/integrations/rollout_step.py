@@ -27,7 +27,9 @@ from torchtune_adaptive.integrations.completions import (
 from torchtune_adaptive.integrations.ending import lost_beside_vllm
 from torchtune_adaptive.integrations.row_step import OnHost
 from torchtune_adaptive.integrations.rows import KeptRows
+from torchtune_adaptive.integrations.terms import Found, Terms
 from torchtune_adaptive.integrations.trainer_step import TrainerStep
+from torchtune_adaptive.integrations.undivided import why_not_divided
 from torchtune_adaptive.library import AdaptiveStep, ForwardOnly
 
 T = TypeVar("T")
@@ -50,12 +52,11 @@ class RolloutStep(TrainerStep):
     itself takes at once, and go on in smaller parts where memory runs out. The loader gives prompts.
     """
 
-    _averages = False  # the rows of a step are not told apart by batches
-
     def __init__(self, trainer: Any, loader: Any) -> None:
         super().__init__(trainer, loader)
         self._completions: list[Completion] = []
-        self._batches = 0
+        self._batches: list[int] = []
+        """The rows of each batch of the step."""
         self._phases: dict[str, ForwardOnly] = {}
         self._work: Callable[[OnHost], Any] = OnHost
         """What the phase that runs does."""
@@ -66,14 +67,15 @@ class RolloutStep(TrainerStep):
 
     def add(self, batch: Mapping[str, Any]) -> None:
         """Add completions to the next step."""
-        self._completions += rows_of(batch)
-        self._batches += 1
+        rows = rows_of(batch)
+        self._completions += rows
+        self._batches.append(len(rows))
 
     def take_added(self, model: Any, training_step: Callable[..., Any]) -> torch.Tensor:
         """Take a step with what was added, if that is all; until then there is nothing to do."""
         loss = self.take(model, [KeptRows(self._completions)], training_step, None)
         if self._trainer.accelerator.sync_gradients:
-            self._completions, self._batches = [], 0
+            self._completions, self._batches = [], []
         return loss
 
     def _require_repeatable(self, batch: KeptRows) -> None:
@@ -82,11 +84,15 @@ class RolloutStep(TrainerStep):
     def _collated(self, rows: Sequence[Completion]) -> dict[str, Any]:
         return together(rows)
 
-    def _look_at_loss(self, step: AdaptiveStep) -> None:
-        """Nothing: these losses are known."""
+    def _found_terms(self, step: AdaptiveStep) -> Found:
+        """What is known of these losses."""
+        why = why_not_divided(self._trainer, self._model)
+        return Found(Terms.BATCH, why) if why else Found(Terms.ITEMS)
 
     def parts(self, rows: int) -> float:
-        return self._batches if is_by_tokens(self._trainer) else super().parts(rows)
+        if self._whole or is_by_tokens(self._trainer):
+            return len(self._batches)
+        return self._rows_of_step / rows
 
     @contextmanager
     def around(self, step: AdaptiveStep) -> Iterator[None]:
@@ -101,8 +107,12 @@ class RolloutStep(TrainerStep):
         """That of the step: its rows are not told apart by batches."""
         return [math.nan]
 
-    def _groups(self, batches: Sequence[KeptRows]) -> None:
-        """All rows may share a micro-batch, as far as ``_most`` allows."""
+    def _sizes(self, batches: Sequence[KeptRows]) -> list[int]:
+        return self._batches
+
+    def _groups(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
+        """All rows may share a micro-batch, as far as ``_most`` allows, if batches are divided."""
+        return self._batches if self._whole else None
 
     def _most(self, rows: int) -> int:
         """Micro-batches have completions of one generation, which are equally long."""

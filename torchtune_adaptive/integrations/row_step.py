@@ -26,6 +26,7 @@ from torchtune_adaptive.library import (
     find_batch_size,
     find_fastest,
 )
+from torchtune_adaptive.library.checks import normalizes_over_rows
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class RowStep(ABC):
         owner: the object whose attributes a forward pass changes.
         restored: the names of these.
         loader: the loader, whose batches are ``KeptRows``.
+        keeping: what has made them; by default, the loader's collate function.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class RowStep(ABC):
         options: Adaptive,
         loader: Any,
         device: torch.device,
+        keeping: Keeping | None = None,
     ) -> None:
         self._owner, self._restored, self._options = owner, restored, options
-        self._loader, self._device = loader, device
+        self._loader, self._device, self._known = loader, device, keeping
         self._step: AdaptiveStep | None = None
         self._size = 0
         self._rows_of_step = 0
@@ -102,6 +105,8 @@ class RowStep(ABC):
             self._step, why = self._begin(len(rows))
             self._step.steps = self._steps_before(self._step)
         lengths, groups = self._lengths(rows), self._groups(batches)
+        if self._whole and groups:
+            self._size = max(self._size, *groups)  # a loader may have batches of any size
         if begins:
             self._announce_size(groups or [len(rows)], why)
         with self.around(self._step):
@@ -126,6 +131,7 @@ class RowStep(ABC):
             memory_limit=options.memory_limit,
             grow_back_after=options.grow_back_after,
             sync_each_batch=options.sync_each_batch,
+            wait_for_memory=options.wait_for_memory,
             restore=self.restore,
             **more,
         )
@@ -161,14 +167,14 @@ class RowStep(ABC):
 
     @property
     def _keeping(self) -> Keeping:
-        """The loader's collate function."""
-        keeping = Keeping.of(self._loader)
+        """The collate function that keeps the rows."""
+        keeping = self._known or Keeping.of(self._loader)
         assert keeping is not None  # or its batches would have been refused
         return keeping
 
     def _require_repeatable(self, batch: KeptRows) -> None:
         """Check that rows make the same micro-batch each time."""
-        self._keeping.require_repeatable(batch)
+        self._keeping.require_repeatable(batch, self._device)
 
     def _collated(self, rows: Sequence[Any]) -> Any:
         return self._keeping.again(rows)
@@ -188,9 +194,7 @@ class RowStep(ABC):
         """The rows of a step that may share a micro-batch; None if all may."""
         if not self._whole:
             return None
-        sizes = [len(batch) for batch in batches]
-        self._size = max(self._size, *sizes)  # a loader may have batches of any size
-        return sizes
+        return [len(batch) for batch in batches]
 
     def _numbers(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
         """The numbers of the rows among those of all processes, where dropout follows them."""
@@ -214,7 +218,7 @@ class RowStep(ABC):
             self._require_whole()
         most = self._most(rows)
         ceiling = min(most, options.ceiling or most)
-        self._size = min(self._begin_with(), ceiling)
+        self._size = self._configured()[0] if self._whole else min(self._begin_with(), ceiling)
         learned = self._learned_before()
         if learned:
             self._size = learned["size"]
@@ -267,7 +271,7 @@ class RowStep(ABC):
 
     def _most(self, rows: int) -> int:
         """The most rows that a micro-batch of a step of so many may have."""
-        return self._configured()[0] if self._whole else rows
+        return rows
 
     def _begin_with(self) -> int:
         """The rows of a micro-batch where no size is searched for."""

@@ -1,33 +1,32 @@
-"""What the loss of a batch is a mean of: a model may take ``num_items_in_batch`` and not divide by it.
+"""What a loss is a sum or a mean of: a model may take ``num_items_in_batch`` and not divide by it.
 
-Nothing says what a model does, so it is tried before the first step. A loss that is divided by
-``num_items_in_batch`` adds up over micro-batches. A mean does not: each has to count by its share of the
-terms of its batch, as the trainer itself adds up the means of whole batches.
+Nothing says what a model does, so it is tried before the first step: by the losses of some rows, and of the
+same rows in two parts. A loss that is divided by ``num_items_in_batch`` adds up over micro-batches. In a
+mean, each counts by its share of the terms of its batch, as the trainer itself adds up the means of whole
+batches. A loss that is anything else, or of which nothing can be seen, is not divided.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import RankLost, TrainingOutOfMemory
 from torchtune_adaptive.core import Ranks
 
 _IGNORED = -100
 """The label that transformers counts and trains on nowhere."""
-_TRIED = 4
-"""Rows, or pairs of rows, that are tried where the first say nothing: their loss is 0, say."""
+_FEW = 8
+"""Rows that are tried together where a batch has one."""
+_PAIRS = 4
+"""Pairs of rows that differ much, by which means are told apart."""
 _LOOKED_AT = 32
-"""Rows among which those to try are chosen."""
-_CLOSE = 0.04
-"""How far a loss may be from a prediction, as a share of what two rows differ by. Predictions for the rows
-that are tried are at least twice as far from each other."""
+"""Rows among which those pairs are chosen."""
 
 
 class Terms(Enum):
@@ -38,6 +37,13 @@ class Terms(Enum):
     ROWS = "its rows"
     LABELS = "its labels"
     LATER_LABELS = "its labels but the first of each row"
+    BATCH = "its whole batch"
+    """Anything else: a micro-batch is a batch of the trainer's own."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether a batch may be divided."""
+        return self is not Terms.BATCH
 
     @property
     def of_labels(self) -> bool:
@@ -58,9 +64,16 @@ class Terms(Enum):
         """The rows that may share a micro-batch, given those of each batch: they count alike."""
         if self is Terms.ITEMS:
             return [sum(batches)]
-        if self.of_labels:
-            return list(batches)
-        return [sum(alike) for _, alike in groupby(batches)]
+        if self is Terms.ROWS:
+            return [sum(alike) for _, alike in groupby(batches)]
+        return list(batches)
+
+
+class Found(NamedTuple):
+    """What a loss is a sum or a mean of, and why it is of a whole batch."""
+
+    terms: Terms
+    why: str = ""
 
 
 def labels_of(inputs: Any) -> torch.Tensor | None:
@@ -77,39 +90,99 @@ def with_a_label(inputs: Any) -> dict[str, Any]:
     return {**inputs, "labels": labels}
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A batch whose loss is computed."""
+class _Divided(NamedTuple):
+    """Some rows, the number of them in the first of two parts, and the batches of both parts and of all."""
 
-    inputs: Any
-    items: int = 1
-    """What ``num_items_in_batch`` is multiplied by."""
-    seed: int = 0
+    rows: Sequence[Any]
+    first: int
+    one: Any
+    other: Any
+    whole: Any
 
 
 class TermsFinder:
-    """Finds what a loss is a mean of, by losses of one row and of two.
+    """Finds what a loss is a sum or a mean of.
 
     All ranks try as many, and find the same.
 
     Args:
-        losses: function that computes losses, without gradients, on all ranks.
+        losses: function that computes the losses of some batches, without gradients, on all ranks; each
+            comes with a seed of its own, so that a loss that draws random numbers shows it.
         collate: function that makes a batch of rows.
         rows: those of a step, as many on each rank.
+        batch: the rows of a batch.
         rounding: the relative error of a loss.
     """
 
     def __init__(
         self,
-        losses: Callable[[Sequence[Tried]], list[float]],
+        losses: Callable[[Sequence[tuple[int, Any]]], list[float]],
         collate: Callable[[Sequence[Any]], Any],
         rows: Sequence[Any],
+        batch: int,
         ranks: Ranks,
         rounding: float,
     ) -> None:
         self._losses, self._collate, self._ranks = losses, collate, ranks
-        self._rounding = rounding
-        self._rows = sorted(rows[:_LOOKED_AT], key=self._rank_of_row)
+        self._rows, self._batch, self._rounding = rows, batch, rounding
+        self._seen = False
+        """Whether any loss is a number, and not 0."""
+
+    def found(self) -> Found:
+        """What the loss is a sum or a mean of."""
+        if len(self._rows) == 1:
+            return Found(Terms.BATCH)  # there is nothing to divide
+        try:
+            left = self._left_of_rows(self._rows[: self._batch if self._batch > 1 else _FEW])
+            if left and left != [Terms.ITEMS]:
+                left = self._left_of_pairs(left)
+        except (TrainingOutOfMemory, RankLost):
+            raise
+        except Exception as error:  # of anybody's code
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return Found(Terms.BATCH, f"its loss cannot be computed of other rows ({said})")
+        if not any(self._ranks.gather(self._seen)):
+            return Found(Terms.BATCH, "its losses before the first step are 0, or no number")
+        if not left:
+            return Found(
+                Terms.BATCH, "its loss follows how rows are put together, or draws random numbers"
+            )
+        return Found(left[0])
+
+    def _left_of_rows(self, rows: Sequence[Any]) -> list[Terms]:
+        """What the loss may be by that of these rows, and those of their halves; of fewer if these are too
+        many to compute at once."""
+        half = len(rows) // 2
+        try:
+            divided = _Divided(rows, half, *map(self._collate, (rows[:half], rows[half:], rows)))
+            means = [Terms.ROWS]
+            if _many(labels_of(divided.whole)):
+                means = [Terms.LABELS, Terms.LATER_LABELS, Terms.ROWS]
+            return self._left_by(divided, [Terms.ITEMS, *means])
+        except TrainingOutOfMemory as error:
+            if not error.everywhere or half < 2:
+                raise
+        return self._left_of_rows(rows[:half])
+
+    def _left_of_pairs(self, left: list[Terms]) -> list[Terms]:
+        """What the loss may be by those of rows, two at a time, that differ much."""
+        rows = sorted(self._rows[:_LOOKED_AT], key=self._rank_of_row)
+        for number in range(min(_PAIRS, len(rows) // 2)):
+            pair = (rows[number], rows[-1 - number])
+            left = self._left_by(self._thinned(pair), left)
+        return left
+
+    def _left_by(self, divided: _Divided, left: Sequence[Terms]) -> list[Terms]:
+        """What of this agrees with the losses of a batch and of its parts, on all ranks."""
+        a, b, whole = self._losses([*enumerate(divided[2:])])
+        largest = max(map(abs, (a, b, whole)))
+        agree = list(left)
+        if math.isfinite(a + b + whole) and largest:
+            self._seen = True
+            error = self._rounding * largest
+            agree = [t for t in left if abs(_predicted(t, divided, a, b) - whole) <= error]
+        everyones = self._ranks.gather(agree)
+        return [one for one in left if all(one in each for each in everyones)]
 
     def _rank_of_row(self, row: Any) -> float:
         """The number of its labels, or its only one."""
@@ -118,57 +191,26 @@ class TermsFinder:
             return 0.0
         return float(labels.flatten()[0]) if labels.numel() == 1 else float(_valid(labels).sum())
 
-    def divides_by_items(self) -> bool:
-        """Whether a loss is divided by ``num_items_in_batch``; also where all are 0 or no number.
-
-        Raises:
-            UsageError: a part of it is.
-        """
-        for row in reversed(self._rows[-_TRIED:]):
-            inputs = self._collate([row])
-            one, two = self._losses([Tried(inputs), Tried(inputs, items=2)])
-            says = None
-            if math.isfinite(one) and math.isfinite(two) and one:
-                says = next((n for n in (1.0, 0.5) if abs(two / one - n) < 1e-3), math.nan)
-            all_say = {*self._ranks.gather(says)} - {None}
-            if all_say == {0.5} or all_say == {1.0}:
-                return all_say == {0.5}
-            if all_say:
-                raise UsageError(
-                    "compute_loss: a part of the loss is divided by num_items_in_batch, and another is not "
-                    "(it is not half for twice as many items), so it would follow the micro-batches. "
-                    "Divide all of it."
-                )
-        return True
-
-    def mean_of(self) -> Terms | None:
-        """What a loss is a mean of; None if of nothing that is known."""
-        rows, left = self._rows, [Terms.ROWS]
-        for number in range(min(_TRIED, -(-len(rows) // 2))):
-            batches = self._batches(rows[number], rows[-1 - number])  # which differ much
-            if number == 0 and _many(labels_of(batches[2])):
-                left = [Terms.LABELS, Terms.LATER_LABELS, Terms.ROWS]
-            tried = [Tried(each) for each in batches]
-            a, b, both, again = self._losses([*tried, Tried(batches[0], seed=1)])
-            apart, error = abs(a - b), self._rounding * abs(both)
-            if not math.isfinite(apart + both) or apart <= error or abs(a - again) > error:
-                continue  # nothing can be seen: there is no number, no difference, or it is drawn at random
-            for terms in tuple(left):
-                m, n = terms.number(batches[0], 1), terms.number(batches[1], 1)
-                if m + n and abs((m * a + n * b) / (m + n) - both) > _CLOSE * apart + error:
-                    left.remove(terms)
-        everyones = self._ranks.gather(left)
-        return next((one for one in everyones[0] if all(one in each for each in everyones)), None)
-
-    def _batches(self, *pair: Any) -> list[Any]:
-        """The batch of each row and of both; where there are labels to ignore, with few of the first."""
+    def _thinned(self, pair: Sequence[Any]) -> _Divided:
+        """Two rows; where there are labels to ignore, with few of the first, and many more of the other."""
         batches = [self._collate([row]) for row in pair]
         batches.append(self._collate(pair))
         labels = labels_of(batches[2])
         if labels is None or not _many(labels) or len(labels) != 2 or _valid(labels).all():
-            return batches  # nobody knows whether the model knows what to ignore
+            # Nobody knows whether the model knows what to ignore.
+            return _Divided(pair, 1, *batches)
         kept = [(1,), (3,), (1, 3)]
-        return [_thinned(each, labels) for each, labels in zip(batches, kept, strict=True)]
+        thinned = [_thinned(each, labels) for each, labels in zip(batches, kept, strict=True)]
+        return _Divided(pair, 1, *thinned)
+
+
+def _predicted(terms: Terms, divided: _Divided, a: float, b: float) -> float:
+    """The loss of some rows, given those of the parts."""
+    if terms is Terms.ITEMS:
+        return a + b
+    m = terms.number(divided.one, divided.first)
+    n = terms.number(divided.other, len(divided.rows) - divided.first)
+    return (m * a + n * b) / (m + n) if m + n else math.nan
 
 
 def _valid(labels: torch.Tensor) -> torch.Tensor:

@@ -18,12 +18,13 @@ from unittest import mock
 import torch
 
 from torchtune_adaptive.common import UsageError, counted
-from torchtune_adaptive.core import Generators
+from torchtune_adaptive.core import Buffers, Generators
 from torchtune_adaptive.integrations import averages, layers, private, refusals
 from torchtune_adaptive.integrations.first_look import terms_of_loss
 from torchtune_adaptive.integrations.row_step import OnHost, RowStep
-from torchtune_adaptive.integrations.rows import KeptRows, RowsOfStep
-from torchtune_adaptive.integrations.terms import Terms, with_a_label
+from torchtune_adaptive.integrations.rows import Keeping, KeptRows, RowsOfStep
+from torchtune_adaptive.integrations.terms import Found, Terms, with_a_label
+from torchtune_adaptive.integrations.undivided import why_not_divided
 from torchtune_adaptive.library import AdaptiveStep
 
 _NOISE = (
@@ -38,19 +39,20 @@ class TrainerStep(RowStep):
     ``divides`` is whether it may make micro-batches of a size that it is told; see ``step_batches``.
     """
 
-    _averages = True
-    """Whether metrics get a value for each of the trainer's own batches."""
-
-    def __init__(self, trainer: Any, loader: Any, divides: bool = False) -> None:
+    def __init__(
+        self, trainer: Any, loader: Any, divides: bool = False, keeping: Keeping | None = None
+    ) -> None:
         args = trainer.args
-        super().__init__(trainer, trainer.restored, trainer.adaptive, loader, args.device)
+        super().__init__(trainer, trainer.restored, trainer.adaptive, loader, args.device, keeping)
         self._trainer = trainer
         self._of_step: Sequence[KeptRows] = ()
         self._prepared: AdaptiveStep | None = None
         self._terms = Terms.ITEMS
         """What the loss is a mean of."""
-        self._parts: list[averages.Part] = []
-        """The micro-batches of the attempt to take a step."""
+        self._parts: list[tuple[Sequence[int], averages.Part]] = []
+        """The micro-batches of the attempt to take a step, each with the numbers of its rows."""
+        self._logs: list[dict[str, Any]] | None = None
+        """What the forward pass that runs has logged; None where none runs."""
         self._shared: list[int] = []
         """For each row of a step, the terms of its batch."""
         self._divides = divides
@@ -68,23 +70,37 @@ class TrainerStep(RowStep):
         loss = self._take(batches).loss
         if (scaler := self._trainer.accelerator.scaler) is not None:
             loss /= scaler.get_scale()
-        if self._averages:
-            self._average(self._sizes(batches))
-        self._parts.clear()  # which hold the micro-batches
+        self._average(batches)
         self._tell_loader(batches)
         state_in(self._trainer).steps = self
         if not math.isfinite(loss) and self._trainer.args.logging_nan_inf_filter:
             return private.logged(self._trainer, self._losses_of(batches))
         return torch.tensor(loss, device=self._device)
 
-    def _average(self, batches: Sequence[int]) -> None:
-        """Give metrics a value for each of the trainer's own batches, where micro-batches were others."""
-        ends = accumulate(batches)
-        own = [[*range(end - size, end)] for end, size in zip(ends, batches, strict=True)]
-        # With a token budget, ranks divide their rows in ways of their own.
-        if self._options.token_budget or [[*part.rows] for part in self._parts] != own:
+    def keeps_log(self, logs: dict[str, Any]) -> bool:
+        """Keep what is logged in a forward pass until the step is taken; False if none runs."""
+        if self._logs is None:
+            return False
+        self._logs.append(logs)
+        return True
+
+    def _average(self, batches: Sequence[KeptRows]) -> None:
+        """Give metrics and logs a value for each of the trainer's own batches, where micro-batches were
+        others."""
+        sizes = self._sizes(batches)
+        own = [
+            [*range(end - size, end)] for end, size in zip(accumulate(sizes), sizes, strict=True)
+        ]
+        parts = [part for _, part in self._parts]
+        if [[*numbers] for numbers, _ in self._parts] == own:
+            logs = [entry for part in parts for entry in part.logs]
+        else:
+            metrics = private.metrics_in(vars(self._trainer), "train")
             before = private.metrics_in(self._kept.values, "train")
-            averages.settle(self._trainer, "train", before, batches, self._parts)
+            averages.settle(metrics, before, len(sizes), parts)
+            logs = averages.logs_of_batches(len(sizes), parts)
+        for entry in logs:
+            self._trainer.log(entry)
 
     def restore(self) -> None:
         super().restore()
@@ -159,10 +175,15 @@ class TrainerStep(RowStep):
         found.clear()
         trainer.current_gradient_accumulation_steps = self.parts(len(batch["rows"]))
         inputs, numbers = batch["inputs"].value, batch.get("numbers")
+        if self._whole and numbers is not None:  # some trainers sum up over the batches of a step
+            trainer.accelerator.sync_gradients = numbers.value[-1] + 1 == self._rows_of_step
         with averages.noted(lambda: private.metrics_in(vars(trainer), "train")) as added:
             self._training_step(self._model, copy.copy(inputs), self._items)
-        if self._averages and numbers is not None:  # not in a trial
-            self._parts.append(averages.Part(numbers.value, added, inputs))
+        if numbers is not None:  # not in a trial
+            part = averages.Part(len(numbers.value), added, tuple(self._logs or ()))
+            self._parts.append((numbers.value, part))
+        if self._logs is not None:
+            self._logs.clear()
         if len(found) != 1:
             raise UsageError(
                 f"training_step: it called accelerator.backward {counted(len(found), 'time')}, and must call "
@@ -179,8 +200,6 @@ class TrainerStep(RowStep):
 
     def parts(self, rows: int) -> float:
         """What the trainer divides the loss of a micro-batch of so many rows by, if it is a mean."""
-        if self._terms is Terms.ITEMS:
-            return self._rows_of_step / rows
         return len(self._of_step)
 
     @property
@@ -190,35 +209,50 @@ class TrainerStep(RowStep):
 
     # --- what the loss is a mean of -----------------------------------------------------------------
 
-    def _look_at_loss(self, step: AdaptiveStep) -> None:
-        if refusals.is_mean_over_rows(type(self._trainer)):
-            self._terms = Terms.ROWS
-            return
-        drawn, rows = Generators(self._device), [row for one in self._of_step for row in one.rows]
-        batches = len(self._of_step)
-        with self.around(step):
-            terms = terms_of_loss(
-                self._trainer, self._model, step, rows, self._collated, self._items, batches
-            )
-        drawn.restore()
-        self.restore()
+    def _look_at_loss(self, step: AdaptiveStep) -> str | None:
+        terms, why = self._found_terms(step)
         if terms.of_labels and self._options.token_budget:
             model = self._trainer.accelerator.unwrap_model(self._model)
             raise UsageError(
                 f"token_budget: the loss of {type(model).__name__} is a mean over the labels of a batch, so "
                 "the rows of a micro-batch are of one batch, whatever their length. Leave it off."
             )
-        began, batches = (
-            self._trainer.rows_begun_with,
-            self._trainer.args.gradient_accumulation_steps,
-        )
+        began, args = self._trainer.rows_begun_with, self._trainer.args
+        batches, rows = args.gradient_accumulation_steps, args.per_device_train_batch_size
         if terms is not Terms.ITEMS and batches != began.accumulation:
             raise UsageError(
                 f"resume_from_checkpoint: the loss is a mean over {terms.value}, of {began.accumulation} "
                 "batches in a step, and these processes cannot have as many with as many rows. Resume on a "
                 f"number of processes that divides {began.number // began.accumulation}."
             )
+        if not terms.divides and rows != began.batch:
+            raise UsageError(
+                f"resume_from_checkpoint: its batches have {began.batch} rows, and {rows} on these "
+                f"processes. They are not divided ({why}), so losses would differ. Resume on "
+                f"{counted(began.processes, 'process', 'processes')}."
+            )
         self._terms = terms
+        return None if terms.divides else why
+
+    def _found_terms(self, step: AdaptiveStep) -> Found:
+        """What the loss is a sum or a mean of."""
+        trainer = self._trainer
+        self._model.train()  # as in a step: layers that normalize over a batch may do so only then
+        if why := why_not_divided(trainer, self._model):
+            return Found(Terms.BATCH, why)
+        if refusals.is_mean_over_rows(type(trainer)):
+            return Found(Terms.ROWS)
+        drawn, buffers = Generators(self._device), Buffers(self._model)
+        rows = [row for one in self._of_step for row in one.rows]
+        of_batch, batches = len(self._of_step[0]), len(self._of_step)
+        with self.around(step):
+            found = terms_of_loss(
+                trainer, self._model, step, rows, of_batch, self._collated, self._items, batches
+            )
+        drawn.restore()
+        buffers.restore()
+        self.restore()
+        return found
 
     def _groups(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
         sizes, of_labels = self._sizes(batches), self._terms.of_labels
@@ -265,13 +299,16 @@ class TrainerStep(RowStep):
         which it launches while it goes forward, are those of all ranks of the step, or of none."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
         batches = trainer.current_gradient_accumulation_steps
+        synchronizes = accelerator.sync_gradients
         self._found: list[torch.Tensor] = []
+        self._logs = []
         replaced = collectives_of(step, accelerator)
         replaced["backward"] = lambda loss, **_: self._found.append(loss)
         try:
             with mock.patch.multiple(accelerator, **replaced):
                 yield
         finally:
+            self._logs, accelerator.sync_gradients = None, synchronizes
             trainer.current_gradient_accumulation_steps = batches
 
     def prepare(self) -> AdaptiveStep:
@@ -311,8 +348,10 @@ class TrainerStep(RowStep):
 
     def _configured(self) -> tuple[int, int, int]:
         trainer, args = self._trainer, self._trainer.args
-        rows = args.per_device_train_batch_size
-        return rows, rows * args.gradient_accumulation_steps, trainer.accelerator.num_processes
+        rows, processes = args.per_device_train_batch_size, trainer.accelerator.num_processes
+        if args.accelerator_config.split_batches:
+            rows //= processes
+        return rows, rows * args.gradient_accumulation_steps, processes
 
     def _saved(self) -> dict[str, Any] | None:
         return _learned(self._trainer.state.stateful_callbacks)
@@ -367,7 +406,7 @@ def learned_in(checkpoint: Any, output_dir: str) -> dict[str, Any] | None:
     folder = get_last_checkpoint(output_dir) if checkpoint is True else checkpoint
     path = Path(folder or "") / "trainer_state.json"
     return (
-        _learned(json.loads(path.read_text())["stateful_callbacks"])
+        _learned(json.loads(path.read_text()).get("stateful_callbacks") or {})
         if folder and path.exists()
         else None
     )

@@ -37,6 +37,10 @@ class AdaptiveRolloutMixin(RolloutHooks, AdaptiveMixin):
     """
 
     of_rollouts = True
+    restored = (
+        *AdaptiveMixin.restored,
+        *("entropy_coef", "_last_world_entropy", "_entropy_window_stats"),
+    )
     _step: int
     _current_train_step_time: float
     _scores = False
@@ -49,9 +53,11 @@ class AdaptiveRolloutMixin(RolloutHooks, AdaptiveMixin):
         refusals.require_supported_rollouts(self)
 
     def get_train_dataloader(self) -> Any:
+        if not self.is_in_train:
+            return super().get_train_dataloader()
+        self._begin_training()
         loader = super().get_train_dataloader()
-        if self.is_in_train:
-            self._adaptive_step = RolloutStep(self, loader)
+        self._adaptive_step = RolloutStep(self, loader)
         return loader
 
     def get_batch_samples(self, *args: Any, **named: Any) -> Any:

@@ -224,9 +224,7 @@ class AdaptiveStep:
             sample_dropout.drop_by_torch(model)
         self._runner = StepRunner(
             self.train_step,
-            advice=lambda: (
-                "Resume from a checkpoint with a smaller size, a larger headroom, or shorter rows."
-            ),
+            advice=self._advice,
             wait_for_memory=wait_for_memory,
         )
         self._grow_back_after = calm_steps
@@ -398,6 +396,11 @@ class AdaptiveStep:
             smaller = [size >> halvings for halvings in range(size.bit_length())]
         reliefs = len(self._runner.reliefs) - 1
         self._runner.begin(size, Recovery(size, smaller, self._grow_back_after, reliefs))
+
+    def _advice(self) -> str:
+        if self._runner.size == 1:
+            return "There is no smaller size. Resume from a checkpoint with shorter rows or more ranks."
+        return "Resume from a checkpoint with a smaller size, a larger headroom, or shorter rows."
 
     def _adjusted(self, adjustment: Adjustment) -> None:
         """Log what is done about memory, on rank 0."""
