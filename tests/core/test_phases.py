@@ -19,6 +19,7 @@ from torchtune_adaptive.core.private import launches_of
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.sizes.packing import Budget
+from torchtune_adaptive.core.step import phase as phase_module
 from torchtune_adaptive.core.step import train_step as train_step_module
 from torchtune_adaptive.core.step.phase import Phase
 
@@ -248,6 +249,20 @@ def fit_nothing() -> tuple[str, bool]:
 def test_not_even_one_row_fits() -> None:
     said = "out of memory in scoring on ranks 0 and 1, with a single row."
     assert run_ranks(fit_nothing, 2) == [(said, True)] * 2
+
+
+def fit_after_a_wait() -> tuple[list[float], list[tuple[str, int, int]], bool]:
+    run, waited = Run(), []
+    phase = run.phase(gathers=False, size=1)
+    phase.wait_for_memory = 5.0
+    with run.memory.fail_at(5), patch.object(phase_module.time, "sleep", waited.append):
+        found = phase.of_rows(run.rows)
+    return waited, run.events, found == run.phase(gathers=False, size=1).of_rows(run.rows)
+
+
+def test_not_even_one_row_fits_for_a_moment() -> None:
+    said = "out of memory in scoring on ranks 0 and 1, with a single row: retrying in 1 s"
+    assert run_ranks(fit_after_a_wait, 2) == [([1.0], [(said, 1, 1)], True)] * 2
 
 
 def try_a_size(gathers: bool) -> list[list[str | None]]:

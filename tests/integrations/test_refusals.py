@@ -148,6 +148,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "token_budget": ({"token_budget": 4096}, "token_budget: 4096 must be one of: True, False"),
     "dropout": ({"dropout": 0.1}, "dropout: 0.1 must be one of: 'torch', 'sample'"),
+    "wait_for_memory": ({"wait_for_memory": -1}, "wait_for_memory: -1 must be a number of seconds"),
 }
 
 

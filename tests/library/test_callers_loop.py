@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -195,11 +196,102 @@ def test_checkpointing_comes_before_smaller_micro_batches() -> None:
     assert [loss for loss, _, _ in seen] == losses
 
 
+def test_checkpointing_stays_where_memory_is_lost_again() -> None:
+    layer, attempts = Checkpointed(nn.Linear(WIDTH, WIDTH)), []
+
+    def forward(batch: Any) -> tuple[torch.Tensor, int]:
+        attempts.append(layer.on)
+        if len(attempts) <= 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return layer(batch[0]).square().sum(), len(batch[0])
+
+    relief = (lambda: setattr(layer, "on", True), lambda: setattr(layer, "on", False))
+    optimizer = torch.optim.SGD(layer.parameters())
+    step = AdaptiveStep(layer, optimizer, forward, activation_checkpointing=relief)
+    assert step(rows_of(2), collate, 2).micro_batch == 1
+    assert attempts == [False, True, True, True]
+
+
 @pytest.mark.ranks
 def test_all_ranks_checkpoint_alike() -> None:
     one, other = run_ranks(relieved, 2, "fsdp")
     assert one == other
     assert [on for _, _, on in one] == [False, True, False, False, False]
+
+
+def without_relief(way: str, fails_on: tuple[int, ...], stage: str) -> list[Any]:
+    """Steps of a model that cannot be checkpointed, in the second of which memory runs out on a rank; some
+    ranks then raise an error in a stage."""
+    switched = [False]
+    relief = (lambda: switched.append(True), lambda: switched.append(False))
+
+    def hook(*_: Any) -> None:
+        if switched[-1] and rank in fails_on:
+            raise RuntimeError("sizes do not match")
+
+    run, memory = failing(way, activation_checkpointing=relief, grow_back_after=3)
+    rank, seen = run.step.ranks.rank, []
+    layer = run.model[1] if way != "ddp" else run.model.module[1]  # type: ignore[index, union-attr]
+    if stage == "forward":
+        layer.register_forward_pre_hook(hook)
+    else:
+        layer.register_forward_hook(lambda _, __, output: output.register_hook(hook) and None)
+    for number in range(6):
+        with memory.fail_at(9 if number == 1 and rank == 0 else None):
+            outcome = run.step(rows_of(ROWS, number), collate, ROWS)
+        seen.append((outcome.loss, outcome.retried, outcome.micro_batch))
+    assert switched == [False, True, False]  # and never again
+    return seen
+
+
+def is_halved_instead(seen: list[Any]) -> None:
+    assert [retried for _, retried, _ in seen] == [0, 2, 0, 0, 0, 0]
+    assert [size for *_, size in seen] == [4, 2, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_a_model_that_cannot_be_checkpointed_is_taken_in_smaller_micro_batches(
+    stage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "propagate", True)
+    seen = without_relief("alone", (0,), stage)
+    is_halved_instead(seen)
+    plain = Trained("alone")
+    losses = [plain.step(rows_of(ROWS, number), collate, ROWS).loss for number in range(6)]
+    assert [loss for loss, *_ in seen] == pytest.approx(losses, rel=1e-6)
+    assert [record.message for record in caplog.records][:2] == [
+        "activation checkpointing none -> all (out of memory in backward on rank 0, step 2)",
+        "micro-batch 4 -> 2, activation checkpointing all -> none (RuntimeError: sizes do not match in "
+        f"{stage} on rank 0, step 2)",
+    ]
+
+
+@pytest.mark.ranks
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+@pytest.mark.parametrize("fails_on", [(0, 1), (1,)], ids=["all", "one"])
+def test_ranks_that_cannot_be_checkpointed_agree(
+    fails_on: tuple[int, ...], way: str, stage: str
+) -> None:
+    """Whether all raise the error or one does, in the first steps, whose collectives are recorded."""
+    one, other = run_ranks(without_relief, 2, way, fails_on, stage)
+    assert one == other
+    is_halved_instead(one)
+
+
+def test_other_errors_end_as_before() -> None:
+    """Of ours, and those of a step without it; and once it works, all."""
+    layers = (lambda: None, lambda: None)
+    run, memory = failing("alone", activation_checkpointing=layers)
+    with memory.fail_at(9):
+        assert run.step(rows_of(ROWS), collate, ROWS).retried == 1
+    right, wrong = run.step.objective._forward, lambda batch: 1 / 0
+    run.step.objective._forward = wrong
+    with pytest.raises(ZeroDivisionError):
+        run.step(rows_of(ROWS), collate, ROWS)
+    run.step.objective._forward = right
+    assert run.step(rows_of(ROWS), collate, ROWS).micro_batch == ROWS
 
 
 class TestMisuse:

@@ -18,7 +18,14 @@ from torch.utils.data import DataLoader
 
 import torchtune_adaptive
 from tests.helpers.library import Trained, collate, failing, rows_of, tiny_model
-from torchtune_adaptive import AdaptiveStep, NoPrediction, UsageError, find_batch_size, steps_of
+from torchtune_adaptive import (
+    AdaptiveStep,
+    NoPrediction,
+    TrainingOutOfMemory,
+    UsageError,
+    find_batch_size,
+    steps_of,
+)
 from torchtune_adaptive.core.step import retry
 from torchtune_adaptive.core.step.gradients import LossScale
 from torchtune_adaptive.library import model_steps
@@ -417,6 +424,21 @@ def test_what_is_done_about_memory_is_logged(
         "micro-batch 1 -> 3 (no OOM for 2 steps, step 3)",
         f"{out_of_memory}, at the smallest size: retrying in 1 s (step 4)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("size", "advice"), [(1, "There is no smaller size"), (2, "a smaller size")]
+)
+def test_advice_where_a_step_cannot_be_retried(size: int, advice: str) -> None:
+    run = Trained("alone")
+    run.optimizer.step = _lose  # type: ignore[method-assign]
+    with pytest.raises(TrainingOutOfMemory) as error:
+        run.step(rows_of(size), collate, size)
+    assert advice in str(error.value)
+
+
+def _lose() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_trials_and_retries_are_shown_where_nobody_configures_logging(

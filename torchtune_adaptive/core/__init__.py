@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.sizes.scaling import LrScaling, lr_factor
     from torchtune_adaptive.core.sizes.split import Epochs, Rounding, Split, candidates
     from torchtune_adaptive.core.step import knobs, recompute, sample_dropout
+    from torchtune_adaptive.core.step.buffers import Buffers
     from torchtune_adaptive.core.step.exchange import StepDone
     from torchtune_adaptive.core.step.knobs import Choice
     from torchtune_adaptive.core.step.objective import (

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 # ``get_total_norm`` would round bf16 norms to bf16.
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
+
+# How often a tensor has been changed in place; the notes on autograd name it.
+version_of = attrgetter("_version")
 
 # The number of the backward pass in which a hook is called; one within another has its own.
 backward_running = torch._C._current_graph_task_id

@@ -273,9 +273,12 @@ class Evaluation:
 
     def _average(self, parts: Sequence[_Predicted], before: HostState) -> None:
         """Make one value of those that the parts have added to each metric."""
-        metrics = private.metrics_in(vars(self._trainer), "eval")
+        of_parts, done = [], 0
+        for part in parts:
+            numbers, done = range(done, done + part.rows), done + part.rows
+            of_parts.append(averages.Part(numbers, part.added, part.inputs))
         earlier = private.metrics_in(before.values, "eval")
-        averages.settle(metrics, earlier, 1, [averages.Part(p.rows, p.added) for p in parts])
+        averages.settle(self._trainer, "eval", earlier, [done], of_parts, everyones=True)
 
     # --- what evaluates -------------------------------------------------------------------------
 

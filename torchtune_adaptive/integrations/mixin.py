@@ -60,6 +60,8 @@ class AdaptiveMixin(_Trainer):
         except torch.OutOfMemoryError as error:
             raise lost_outside_of_a_step(self, error) from error
         finally:
+            if self._adaptive_step is not None:
+                self._adaptive_step.put_layers_back()
             if given := self._adaptive_given:
                 private.set_batches(self, given.batch, given.accumulation)
             sample_dropout.drop_by_torch(self.model)

@@ -44,6 +44,8 @@ class Adaptive:
     """The random numbers of dropout: those of ``torch``, or of the ``sample``: a row's mask is a function of
     ``args.seed``, the layer's name, the step, and the row's place in it; the same on any number of processes
     and in any micro-batch."""
+    wait_for_memory: float = 30.0
+    """Seconds to wait, in all, where not even one row fits: another process may be the cause."""
 
     def __post_init__(self) -> None:
         arguments.memory("memory_limit", self.memory_limit)
@@ -61,3 +63,4 @@ class Adaptive:
             )
         arguments.one_of("sync_each_batch", self.sync_each_batch, (True, False))
         arguments.one_of("dropout", self.dropout, get_args(Dropout))
+        arguments.seconds("wait_for_memory", self.wait_for_memory)

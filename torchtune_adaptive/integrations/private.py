@@ -27,6 +27,12 @@ def pinned(batch: Any) -> Any:
     return pin_memory(batch)
 
 
+def has_input_hooks(model: Any) -> bool:
+    """Whether a model of transformers (5.16 to 5.23) has the hooks by which what its embeddings give requires
+    gradients. Checkpointing brings them, and does not take them away."""
+    return hasattr(model, "_require_grads_hook")
+
+
 def builder_of(config: Any) -> type | None:
     """The class that ``build()`` of a config of torchtitan (0.3) makes, which has no public name."""
     owner: type | None = getattr(config, "_owner", None)

@@ -34,6 +34,7 @@ _NO_LIMIT = (
     "no search: a CPU has no memory limit of its own. Pass one, such as "
     'Adaptive(memory_limit="16GiB").'
 )
+_NO_LENGTH = "the loader has no dataset with a length, so there is no longest row to try"
 
 
 class RowStep(ABC):
@@ -215,7 +216,7 @@ class RowStep(ABC):
         self._whole = undivided is not None
         step.divides = not self._whole
         if self._whole:
-            self._require_whole()
+            self._refuse_options("batches cannot be divided, because of their loss or layers")
         most = self._most(rows)
         ceiling = min(most, options.ceiling or most)
         self._size = self._configured()[0] if self._whole else min(self._begin_with(), ceiling)
@@ -230,15 +231,16 @@ class RowStep(ABC):
         searches = options.search and step.train_step.memory.measured
         if options.search and not searches:
             self._announce(step, _NO_LIMIT)
-        if searches or options.token_budget:
-            row = self._longest()
-            if searches:
-                found = self._search(step, row, ceiling, rows)
-                self._size = int(found)
-                why = [found.why] if found < rows or options.fastest else []
-            if options.token_budget:
-                why.insert(0, f"{self._size} of the longest row")
-                self._size *= tokens_in(self._collated([row]))
+        row = self._longest() if searches or options.token_budget else None
+        if searches and row is None:
+            self._announce(step, f"no search: {_NO_LENGTH}.")
+        elif searches:
+            found = self._search(step, row, ceiling, rows)
+            self._size = int(found)
+            why = [found.why] if found < rows or options.fastest else []
+        if options.token_budget:
+            why.insert(0, f"{self._size} of the longest row")
+            self._size *= tokens_in(self._collated([row]))
         return step, f" ({', '.join(why)})" if why else ""
 
     def _steps_before(self, step: AdaptiveStep) -> int:
@@ -261,13 +263,11 @@ class RowStep(ABC):
         name = normalizes_over_rows(step.train_step.model)
         return f"{name} normalizes over a batch" if name else None
 
-    def _require_whole(self) -> None:
-        """Check that no option divides batches that stay whole."""
+    def _refuse_options(self, why: str) -> None:
+        """Check that no option needs a size that is searched for."""
         for name in ("token_budget", "fastest"):
             if getattr(self._options, name):
-                raise UsageError(
-                    f"{name}: batches cannot be divided, because of their loss or layers. Leave it off."
-                )
+                raise UsageError(f"{name}: {why}. Leave it off.")
 
     def _most(self, rows: int) -> int:
         """The most rows that a micro-batch of a step of so many may have."""
@@ -278,12 +278,12 @@ class RowStep(ABC):
         return self._configured()[0]
 
     def _longest(self) -> Any:
-        dataset = self._loader.dataset
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise UsageError(
-                "search: a dataset that can only be iterated over has no longest row to try. Pass "
-                "Adaptive(search=False), or a dataset with a length."
-            )
+        """The row that makes the largest batch; None if rows are not known before they come."""
+        dataset = getattr(self._loader, "dataset", None)
+        has_rows = all(hasattr(dataset, name) for name in ("__getitem__", "__len__"))
+        if isinstance(dataset, IterableDataset) or not has_rows:
+            self._refuse_options(_NO_LENGTH)
+            return None
         row = longest(dataset, self._loader.collate_fn, self._device)
         [row] = self._loader.collate_fn([row]).rows
         return row

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, cycle, islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from torchtune_adaptive.integrations import averages, layers, private, refusals
 from torchtune_adaptive.integrations.first_look import terms_of_loss
 from torchtune_adaptive.integrations.row_step import OnHost, RowStep
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows, RowsOfStep
+from torchtune_adaptive.integrations.step_rows import StepRows, cannot_share_last
 from torchtune_adaptive.integrations.terms import Found, Terms, with_a_label
 from torchtune_adaptive.integrations.undivided import why_not_divided
 from torchtune_adaptive.library import AdaptiveStep
@@ -36,26 +37,34 @@ _NOISE = (
 class TrainerStep(RowStep):
     """The steps of a trainer, whose loader gives ``KeptRows``.
 
-    ``divides`` is whether it may make micro-batches of a size that it is told; see ``step_batches``.
+    ``divides`` is whether it may make micro-batches of a size that it is told; see ``step_batches``. ``dealt``
+    is what ``deal`` gave of it.
     """
 
     def __init__(
-        self, trainer: Any, loader: Any, divides: bool = False, keeping: Keeping | None = None
+        self,
+        trainer: Any,
+        loader: Any,
+        divides: bool = False,
+        keeping: Keeping | None = None,
+        dealt: int | None = None,
     ) -> None:
         args = trainer.args
         super().__init__(trainer, trainer.restored, trainer.adaptive, loader, args.device, keeping)
         self._trainer = trainer
         self._of_step: Sequence[KeptRows] = ()
         self._prepared: AdaptiveStep | None = None
+        self.put_layers_back: Callable[[], None] = lambda: None
+        """Function that checkpoints the layers that were checkpointed before the first step."""
         self._terms = Terms.ITEMS
         """What the loss is a mean of."""
-        self._parts: list[tuple[Sequence[int], averages.Part]] = []
-        """The micro-batches of the attempt to take a step, each with the numbers of its rows."""
+        self._parts: list[averages.Part] = []
+        """The micro-batches of the attempt to take a step."""
         self._logs: list[dict[str, Any]] | None = None
         """What the forward pass that runs has logged; None where none runs."""
         self._shared: list[int] = []
         """For each row of a step, the terms of its batch."""
-        self._divides = divides
+        self._divides, self._dealt = divides, dealt
 
     def take(
         self, model: Any, batches: Sequence[KeptRows], training_step: Callable[..., Any], items: Any
@@ -91,14 +100,14 @@ class TrainerStep(RowStep):
         own = [
             [*range(end - size, end)] for end, size in zip(accumulate(sizes), sizes, strict=True)
         ]
-        parts = [part for _, part in self._parts]
-        if [[*numbers] for numbers, _ in self._parts] == own:
+        parts = self._parts.copy()
+        if [[*part.rows] for part in parts] == own:
             logs = [entry for part in parts for entry in part.logs]
         else:
-            metrics = private.metrics_in(vars(self._trainer), "train")
             before = private.metrics_in(self._kept.values, "train")
-            averages.settle(metrics, before, len(sizes), parts)
+            averages.settle(self._trainer, "train", before, sizes, parts, everyones=False)
             logs = averages.logs_of_batches(len(sizes), parts)
+        self._parts.clear()  # which hold the micro-batches
         for entry in logs:
             self._trainer.log(entry)
 
@@ -180,8 +189,8 @@ class TrainerStep(RowStep):
         with averages.noted(lambda: private.metrics_in(vars(trainer), "train")) as added:
             self._training_step(self._model, copy.copy(inputs), self._items)
         if numbers is not None:  # not in a trial
-            part = averages.Part(len(numbers.value), added, tuple(self._logs or ()))
-            self._parts.append((numbers.value, part))
+            logs = tuple(self._logs or ())
+            self._parts.append(averages.Part(numbers.value, added, inputs, logs))
         if self._logs is not None:
             self._logs.clear()
         if len(found) != 1:
@@ -207,6 +216,10 @@ class TrainerStep(RowStep):
         """What the loss is a mean of; None before the first step."""
         return None if self._step is None else self._terms
 
+    def _begin(self, rows: int) -> tuple[AdaptiveStep, str]:
+        # Where they are dealt out, the first step may be the last of an epoch, with more on some processes.
+        return super()._begin(rows if self._dealt is None else self._configured()[1])
+
     # --- what the loss is a mean of -----------------------------------------------------------------
 
     def _look_at_loss(self, step: AdaptiveStep) -> str | None:
@@ -231,6 +244,10 @@ class TrainerStep(RowStep):
                 f"processes. They are not divided ({why}), so losses would differ. Resume on "
                 f"{counted(began.processes, 'process', 'processes')}."
             )
+        processes = self._configured()[2]
+        if terms is not Terms.ITEMS and (self._dealt or 0) % processes:
+            raise cannot_share_last(self._dealt or 0, StepRows(rows, batches, processes))
+        step.objective.unequal_rows = terms is Terms.ITEMS
         self._terms = terms
         return None if terms.divides else why
 
@@ -245,6 +262,9 @@ class TrainerStep(RowStep):
         drawn, buffers = Generators(self._device), Buffers(self._model)
         rows = [row for one in self._of_step for row in one.rows]
         of_batch, batches = len(self._of_step[0]), len(self._of_step)
+        if self._dealt is not None:  # as many on each process
+            of_batch, of_step, _ = self._configured()
+            rows = [*islice(cycle(rows), of_step)]
         with self.around(step):
             found = terms_of_loss(
                 trainer, self._model, step, rows, of_batch, self._collated, self._items, batches
@@ -260,8 +280,8 @@ class TrainerStep(RowStep):
         self._shared = [
             number for number, rows in zip(terms, sizes, strict=True) for _ in range(rows)
         ]
-        if self._options.token_budget:
-            return None  # rows of similar length go together, of whichever batch
+        if self._options.token_budget or self._terms is Terms.ITEMS:
+            return None  # with a budget, rows of similar length go together, of whichever batch
         return self._terms.groups(sizes)
 
     def batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
@@ -281,12 +301,12 @@ class TrainerStep(RowStep):
         if self._options.dropout == "torch":
             return None
         accelerator, sizes = self._trainer.accelerator, self._sizes(batches)
-        # Processes take turns to get a batch.
-        ours = range(accelerator.process_index, accelerator.num_processes * len(sizes))
-        turns = ours[:: accelerator.num_processes]
+        processes, process = accelerator.num_processes, accelerator.process_index
+        # Processes take turns to get a batch or, where rows are dealt out, a row.
+        first, turn = (process * sizes[0], 1) if self._dealt is None else (process, processes)
         return [
-            turn * sizes[0] + row
-            for turn, size in zip(turns, sizes, strict=True)
+            batch * processes * sizes[0] + first + row * turn
+            for batch, size in enumerate(sizes)
             for row in range(size)
         ]
 
@@ -328,7 +348,8 @@ class TrainerStep(RowStep):
     def _new_step(self) -> AdaptiveStep:
         trainer, reference = self._trainer, getattr(self._trainer, "ref_model", None)
         one_by_one = self._options.fastest
-        checkpointing = (layers.one_by_one if one_by_one else layers.two_functions)(trainer)
+        self.put_layers_back = layers.as_they_are(trainer)
+        checkpointing = (layers.one_by_one if one_by_one else layers.all_at_once)(trainer)
         step = self._step_of(
             self._model,
             trainer.optimizer,

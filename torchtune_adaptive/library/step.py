@@ -335,14 +335,16 @@ class AdaptiveStep:
         """How often a step was done again because memory ran out."""
         return self._runner.retried_steps
 
-    def checkpoint_layers(self, checkpointed: int) -> None:
-        """Checkpoint so many layers from the next step on; on all ranks alike."""
+    def checkpoint_layers(self, checkpointed: int | str) -> None:
+        """Checkpoint so many layers, or those of a name, from the next step on; on all ranks alike."""
         if self.layers is None:
             raise UsageError(
                 "checkpoint_layers: the step has no layers. Pass activation_checkpointing=LayerCheckpointing("
                 "...)."
             )
-        self._switch(knobs.Choice({knobs.CHECKPOINT: self.layers.name(checkpointed)}))
+        if isinstance(checkpointed, int):
+            checkpointed = self.layers.name(checkpointed)
+        self._switch(knobs.Choice({knobs.CHECKPOINT: checkpointed}))
 
     def _switch(self, choice: knobs.Choice) -> None:
         self.train_step.switch(choice)

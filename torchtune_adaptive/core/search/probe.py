@@ -43,7 +43,9 @@ class Probe:
     """Function called with the size and the outcome of each trial's step that was not lost."""
 
     def __enter__(self) -> Probe:
-        self._snapshot = Snapshot(self.step.model, self.step.optimizers, self.step.device)
+        step = self.step
+        others = step.objective.frozen
+        self._snapshot = Snapshot(step.model, step.optimizers, step.device, others)
         return self
 
     def __exit__(self, *_: object) -> None:

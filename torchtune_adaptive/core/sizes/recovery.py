@@ -9,6 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 
+def next_wait(waited: float, most: float) -> float:
+    """Seconds to wait for memory, after so many, and at most so many in all: as long as all before it."""
+    return min(max(1.0, waited), most - waited)
+
+
 class Recovery:
     """The size of the micro-batch during training, and how much more of a step is computed again in backward.
 
@@ -53,6 +58,13 @@ class Recovery:
         self._give_up()
         self.size = smaller[-1]
         return True
+
+    def drop_reliefs(self) -> bool:
+        """Do without reliefs for good, at a size that has not failed without; False if there is none."""
+        self._reliefs = self.relief = 0
+        without = [(size, relief) for size, relief in self._given_up if not relief]
+        self._given_up = [each for each in without if each[0] > self.size]
+        return len(self._given_up) == len(without) or self.shrink()
 
     def _give_up(self) -> None:
         if self._on_trial and self._wait is not None:

@@ -31,6 +31,8 @@ class StepLost:
 
     failures: tuple[str | None, ...]
     """The stage in which each rank ran out of memory, or None for those that did not."""
+    error: str = ""
+    """What a rank has raised instead, if the step was to survive that."""
 
     @property
     def trouble(self) -> str:
@@ -40,7 +42,7 @@ class StepLost:
             if stage:
                 ranks.setdefault(stage, []).append(str(rank))
         where = (f"in {stage} on {listed('rank', these)}" for stage, these in ranks.items())
-        return f"out of memory {', '.join(where)}"
+        return f"{self.error or 'out of memory'} {', '.join(where)}"
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ class Exchange:
         self._totals = torch.zeros(slots, dtype=torch.float64, device=self.device)
         self._places = self._totals.unbind()
         self.memory.end_step()  # what was before is of no step
+        self.follows_others = False
+        """Whether the allocator has blocks of other sizes, as generation leaves them, when the step begins."""
         self.begin()
 
     @property
@@ -169,8 +173,10 @@ class Exchange:
         told: _Told = {Total.FAILED: 1.0} if failed else self._healthy(squared_norm)
         if fingerprint and not failed:
             told[Total.FINGERPRINT], told[Total.SQUARED_FINGERPRINT] = fingerprint, fingerprint**2
-        if retries := self.memory.end_step():
-            told[Total.RETRIES] = retries
+        # The first one frees what was left of other sizes, and says nothing about the step.
+        if (retries := self.memory.end_step()) > self.follows_others:
+            told[Total.RETRIES] = retries - self.follows_others
+        self.follows_others = False
         if self.stop_requested():
             told[Total.STOP] = 1.0
         summed = self._over_ranks(told) if self.ranks.size > 1 else self._here(told)

@@ -36,9 +36,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed import DistError
 from torch.distributed.tensor import DTensor
 
-from torchtune_adaptive.common import TrainingOutOfMemory
+from torchtune_adaptive.common import AdaptiveBatchingError, TrainingOutOfMemory
 from torchtune_adaptive.core.device.memory import DeviceMemory, is_out_of_memory
 from torchtune_adaptive.core.private import (
     AsyncCollectiveTensor,
@@ -87,12 +88,17 @@ class Failures:
     """Whether another rank that holds the same rows did, and only those know."""
     known: bool = field(init=False, default=False)
     """Whether a rank ran out of memory and every rank knows."""
+    survives_errors: bool = field(init=False, default=False)
+    """Whether a step is discarded, too, where what it calls raises another error; until the step ends."""
+    error: str = field(init=False, default="")
+    """That error, if it came on this rank."""
     none: bool = field(init=False, default=True)
     """Whether this rank knows of no failure: kept, and not derived, as each micro-batch asks six times."""
 
     def begin(self) -> None:
         """Begin a step."""
         self.here, self.beside, self.known, self.none = None, False, False, True
+        self.survives_errors, self.error = False, ""
 
     def all_know(self) -> None:
         """Note a failure that every rank knows of."""
@@ -147,7 +153,10 @@ class Failures:
             if not self.is_survived(error):
                 if shortage := of_communicator(error):  # of a group that only the model knows
                     raise shortage from error
-                raise
+                # Not of ours, nor of a connection: those end the run.
+                if not self.survives_errors or isinstance(error, (AdaptiveBatchingError, DistError)):
+                    raise
+                self.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
             settle(error)
             self.here, self.none = stage, False
         # Only now is the exception gone, and with it the frames that held the step's tensors.

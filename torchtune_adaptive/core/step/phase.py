@@ -10,6 +10,7 @@ done.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from torchtune_adaptive.common import TrainingOutOfMemory
-from torchtune_adaptive.core.sizes.recovery import Recovery
+from torchtune_adaptive.core.sizes.recovery import Recovery, next_wait
 from torchtune_adaptive.core.step.exchange import ForwardDone, StepLost
 from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.core.step.trees import shape_of
@@ -53,6 +54,8 @@ class Phase(Generic[P, R]):
     """The shape of a micro-batch; where layers are split, it decides what is launched."""
     adjusted: Callable[[str, int, int], None] = lambda reason, before, after: None
     """Function called with the reason when micro-batches change from one size to another."""
+    wait_for_memory: float = 0.0
+    """Seconds to wait, in all, where not even one row fits: another process may be the cause."""
     advice: str = ""
     """Advice for the message where not even one row fits."""
 
@@ -124,7 +127,7 @@ class Phase(Generic[P, R]):
             TrainingOutOfMemory: not even one row fits.
         """
         with self._attempts(self.work, self.sharded, self._stay_sharded) as attempt:
-            done = 0
+            done, waited = 0, 0.0
             while done < rows:
                 size, lost = self.size, None
                 for number, portion in portions(done, size):
@@ -135,17 +138,25 @@ class Phase(Generic[P, R]):
                     done += number
                     yield outcome
                 if lost is not None:
-                    self._shrink(lost)
+                    waited += self._shrink(lost, waited)
         before = self.size
         if self._recovery.grow_back():
             self.adjusted("no OOM since", before, self.size)
 
-    def _shrink(self, lost: StepLost) -> None:
+    def _shrink(self, lost: StepLost, waited: float) -> float:
+        """Take less memory or, where that is not possible, wait for it; gives the seconds of waiting."""
         before = self.size
-        if not self._recovery.shrink():
-            what = f"{lost.trouble}, with a single row. {self.advice}"
+        if self._recovery.shrink():
+            self.adjusted(lost.trouble, before, self.size)
+            return 0.0
+        trouble, seconds = f"{lost.trouble}, with a single row", next_wait(waited, self.wait_for_memory)
+        if seconds <= 0:
+            what = f"{trouble}. {self.advice}"
             raise TrainingOutOfMemory(what.strip(), everywhere=self.gathers is None)
-        self.adjusted(lost.trouble, before, self.size)
+        self.adjusted(f"{trouble}: retrying in {seconds:g} s", before, before)
+        time.sleep(seconds)
+        self.step.memory.release()
+        return seconds
 
     def _stay_sharded(self, lost: StepLost) -> None:
         """Use the smallest size of any rank: from here on, all take as many micro-batches."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtune_adaptive.common import TrainingOutOfMemory, counted
 from torchtune_adaptive.core.device.memory import is_out_of_memory
-from torchtune_adaptive.core.sizes.recovery import Recovery
+from torchtune_adaptive.core.sizes.recovery import Recovery, next_wait
 from torchtune_adaptive.core.step.exchange import StepDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import StepHalfApplied
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, Choice
@@ -56,6 +56,8 @@ class StepRunner:
     retried_steps: int = field(init=False, default=0)
     allocation_retries: int = field(init=False, default=0)
     _size: int = field(init=False, default=0)
+    _relief_works: bool = field(init=False, default=False)
+    """Whether a step has been done with a relief. Until then it may be what a model cannot do."""
     _waited: float = field(init=False, default=0.0)
     """Seconds of waiting for memory in this step."""
 
@@ -80,7 +82,9 @@ class StepRunner:
 
     def _relieve(self) -> None:
         """Set the step's switches as the recovery says."""
-        self.step.switch(self.reliefs[self._now()[1]])
+        choice = self.reliefs[self._now()[1]]
+        self.step.switch(choice)
+        self.step.recomputes = choice.get(CHECKPOINT, "none") != "none"
 
     @property
     def size(self) -> int:
@@ -115,10 +119,16 @@ class StepRunner:
         """
         # Dropout is part of the step: a retry draws the same random numbers.
         generators = Generators(self.step.device) if self.recovery is not None else None
+        kept = self.step.kept_buffers("step")
         self._waited = 0.0
         outcome = self._attempt(micro_batches, number)
         while isinstance(outcome, StepLost):
+            kept.restore()  # first: that layers are checkpointed, or not, is an attribute of theirs
             adjustment = self._adjust(outcome, number)
+            if outcome.error:
+                self.reliefs = self.reliefs[:1]
+            if adjustment.knobs:  # the attributes that it has set are not to be set back
+                kept = self.step.kept_buffers("step")
             adjusted(adjustment)
             if adjustment.wait:
                 time.sleep(adjustment.wait)
@@ -127,12 +137,15 @@ class StepRunner:
             if generators is not None:
                 generators.restore()
             outcome = self._attempt(micro_batches, number)
+        kept.learn()
         self.allocation_retries += outcome.retries
+        self._relief_works |= self._now()[1] > 0
         if (learned := self._learn(outcome.retries, number + 1)) is not None:
             adjusted(learned)
         return outcome
 
     def _attempt(self, micro_batches: Callable[[int], Iterable[Batch]], number: int) -> StepOutcome:
+        self.step.survive_errors(self._now()[1] > 0 and not self._relief_works)
         try:
             batches = micro_batches(self.size)
             number_of_them = length_hint(batches)
@@ -172,10 +185,11 @@ class StepRunner:
         before, where = self._now(), outcome.trouble
         # Where the optimizer ran out of memory, activations are gone, and so is what a relief would save.
         of_activations = {*outcome.failures} <= {None, "forward", "backward"}
-        if self.recovery is not None and self._take_less(of_activations):
+        if self.recovery is not None and (
+            self.recovery.drop_reliefs() if outcome.error else self._take_less(of_activations)
+        ):
             return self._adjustment(before, number, where)
-        # Each time as long as in all before.
-        seconds = min(max(1.0, self._waited), self.wait_for_memory - self._waited)
+        seconds = next_wait(self._waited, self.wait_for_memory)
         if self.recovery is None or seconds <= 0:
             raise TrainingOutOfMemory(f"{self._attempted(number)}: {where}. {self.advice()}")
         self._waited += seconds

@@ -18,24 +18,31 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtune_adaptive.core.device.memory import plain_tensors
+from torchtune_adaptive.core.step.buffers import Buffers
 from torchtune_adaptive.core.step.generator_bytes import pack_generators, unpack_generators
 
 
 class Snapshot:
-    """A copy of a model, its optimizers, and the random number generators, to restore them from."""
+    """A copy of a model, its optimizers, and the random number generators, to restore them from; and of the
+    buffers of ``others``, which run besides."""
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        others: Sequence[nn.Module] = (),
     ) -> None:
         self._optimizers = [_OptimizerSnapshot(optimizer) for optimizer in optimizers]
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._tensors = _Copies([*trained, *model.buffers()])
+        self._parameters = _Copies(p for p in model.parameters() if p.requires_grad)
+        self._buffers = Buffers(model, *others)
         self._generators = Generators(device)
 
     def restore(self) -> None:
         """Restore everything, except that a fresh optimizer keeps its new state, and so the memory that it
         takes, as it does between the steps of a run."""
-        self._tensors.restore()
+        self._parameters.restore()
+        self._buffers.restore()
         for optimizer in self._optimizers:
             optimizer.restore()
         self._generators.restore()

@@ -42,6 +42,7 @@ from torchtune_adaptive.core.ranks.supported import (
 )
 from torchtune_adaptive.core.rows.micro_batches import Weightless
 from torchtune_adaptive.core.step import gradients
+from torchtune_adaptive.core.step.buffers import Buffers
 from torchtune_adaptive.core.step.exchange import Exchange, ForwardDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import Failures, StepHalfApplied, drop_unfinished
 from torchtune_adaptive.core.step.knobs import Choice, Switches
@@ -120,6 +121,10 @@ class TrainStep:
         model, ranks, device, memory = self.model, self.ranks, self.device, self.memory
         options, objective = self.options, self.objective
         self._models = (model, *objective.frozen)
+        self._buffers: dict[str, Buffers] = {}
+        self.recomputes = False
+        """Whether layers are computed again in backward where the caller's own step does not: buffers then
+        are as after forward, although they change twice."""
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._activations = options.activations()
         if options.survive:
@@ -244,6 +249,10 @@ class TrainStep:
         """The stage that the step is in, or was in last."""
         return self._failures.stage
 
+    def survive_errors(self, on: bool) -> None:
+        """Discard the step that begins, too, where the model or the caller's functions raise an error."""
+        self._failures.survives_errors = on and self.options.survive
+
     def switch(self, choice: Choice) -> None:
         """Use these values of the memory knobs from the next step on; on all ranks alike."""
         self.options.switches.set(choice)
@@ -284,6 +293,15 @@ class TrainStep:
             for model in self._models:
                 fsdp.reset(model)
 
+    def kept_buffers(self, before: str) -> Buffers:
+        """The buffers and plain attributes of the models as they are now, before something that is done again
+        and again under this name; for each, it is learned what that changes."""
+        if before in self._buffers:
+            self._failures.insist(self._buffers[before].keep)
+        else:
+            self._buffers[before] = Buffers(*(self._models if self.options.survive else ()))
+        return self._buffers[before]
+
     # --- forward and backward -------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch, last: bool = False) -> None:
@@ -304,14 +322,20 @@ class TrainStep:
             self._reset_models()
         reduces = last and self._reduces_in_last
         kind = "training, last" if reduces else "training"
+        kept = self.kept_buffers("weightless") if type(batch) is Weightless else None
         self.collectives.begin_pass(kind, partial(_shape_of, batch))
         with self._reduction.apart():
             self._failures.do("forward", self._forward, batch)
+            if kept is None and self.recomputes and self._failures.none:
+                kept = self.kept_buffers("backward")
             if self.options.optimizer_in_backward:
                 # Backward is the optimizer step: gradients are scaled in it, and there is no way back.
                 self._failures.look_elsewhere()
                 self._agreed = self._agree()
             self._failures.do("backward", self._backward, reduces)
+        if kept is not None and self._failures.none:  # a lost step's are set back as a whole
+            kept.learn()
+            kept.restore()
         self._failures.end_pass()
 
     def _forward(self, batch: Batch) -> None:
@@ -374,6 +398,7 @@ class TrainStep:
             reshard: whether parameters that were gathered are freed.
         """
         made: list[T] = []
+        kept = self.kept_buffers(kind)
 
         def attempt() -> None:
             with self._reduction.apart():
@@ -395,9 +420,12 @@ class TrainStep:
                 stop = self.options.stop_requested()
                 heard = self.ranks.spread(_STOP * stop if self._failures.none else _FAILED)[1]
                 if heard < _FAILED:
+                    kept.learn()
                     return ForwardDone(made.pop(), heard == _STOP)
             made.clear()
-            return self._lost()
+            lost = self._lost()
+            kept.restore()
+            return lost
         except BaseException:
             self.forget()
             raise
@@ -406,12 +434,16 @@ class TrainStep:
 
     def alone(self, kind: str, work: Callable[[], T]) -> ForwardDone[T] | StepLost:
         """Do something that launches no collective in the same way, but on this rank only."""
+        kept = self.kept_buffers(kind)
         try:
             with self.memory.running(), _evaluating(self._models):
-                return ForwardDone(work())
+                done = ForwardDone(work())
+            kept.learn()
+            return done
         except Exception as error:
             if not self._failures.is_survived(error):
                 raise
+        kept.restore()
         self.memory.release()  # only now: the exception is gone, and what its frames held with it
         here = range(self.ranks.size)
         return StepLost(tuple(kind if rank == self.ranks.rank else None for rank in here))
@@ -426,8 +458,12 @@ class TrainStep:
         try:
             with fsdp.kept_gathered(model) as gather:
                 yield self.forward_only(f"gathering {type(model).__name__}", gather, reshard=False)
-        finally:
+        except BaseException:
             self.forget()
+            raise
+        fsdp.reshard(model)
+        self.collectives.disturbed |= bool(fsdp.roots(model))  # which the next step resets
+        self._exchange.follows_others = True
 
     def sums(self, batch: Batch) -> torch.Tensor:
         """The weight, the loss and the objective's metrics of a micro-batch, each summed over its terms."""
@@ -534,10 +570,11 @@ class TrainStep:
 
     def _lost(self) -> StepLost:
         """Nothing, as all ranks know, and where each has failed."""
-        failures = self.ranks.gather(self._failures.here)
+        said = self.ranks.gather((self._failures.here, self._failures.error))
+        failures, errors = zip(*said, strict=True)
         self.forget()
         self.memory.end_step()  # the retries of a lost step say nothing about the size that follows
-        return StepLost(tuple(failures))
+        return StepLost(failures, next(filter(None, errors), ""))
 
     def _gradients(self) -> list[torch.Tensor]:
         return [grad for p in self._parameters if (grad := p.grad) is not None]
