@@ -36,7 +36,7 @@ def test_one_rank_makes_few_calls_and_waits_once(micro_batches: int) -> None:
     ours, plain = ours_and_plain("alone", micro_batches)
     added = ours - plain
     # A plain step makes 1,100 calls with one micro-batch, and 1,900 with four.
-    assert added.calls <= 95 + 65 * micro_batches
+    assert added.calls <= 107 + 65 * micro_batches
     assert added.waits <= 0  # the optimizer's own are in both
     assert (ours.of_store, ours.agreements, ours.collectives) == (0, 0, 0)
 

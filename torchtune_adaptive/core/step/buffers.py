@@ -118,10 +118,9 @@ class _Module:
         return {
             name: value
             for name, value in self._module.items()
+            # Not of a tensor with a graph, which it would keep alive.
             if type(value) in _PLAIN
-            or type(value) is torch.Tensor
-            and value.numel() == 1
-            and not value.requires_grad  # or it would keep a graph alive
+            or (type(value) is torch.Tensor and value.numel() == 1 and not value.requires_grad)
         }
 
     def _have_changed(self, by_value: bool) -> bool:

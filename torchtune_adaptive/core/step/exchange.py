@@ -132,7 +132,7 @@ class Exchange:
         self._places = self._totals.unbind()
         self.memory.end_step()  # what was before is of no step
         self.follows_others = False
-        """Whether the allocator has blocks of other sizes, as generation leaves them, when the step begins."""
+        """Whether the allocator has blocks of other sizes, as generation leaves them, before the step."""
         self.begin()
 
     @property
