@@ -34,6 +34,8 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 EXPERTS |= {"router_aux_loss_coef": 0.01, "head_dim": 32, "vocab_size": 256}
 """What a mixture of experts has besides, by the names of Qwen3-MoE: its peak is where experts run."""
 MOE = {"model_type": "qwen3_moe"}
+WINDOW = {"length": 256, "sliding_window": 64, "head_dim": 32, "vocab_size": 512}
+"""Rows that are longer than what a layer sees, so attention has a mask."""
 ONE_BY_ONE = {**PLAIN, **MOE, "experts_implementation": "eager", "bf16": False, "optim": "sgd"}
 EVEN, WORST = {"routing": "even"}, {"routing": "worst"}
 CASES: dict[str, dict[str, Any]] = {  # those of Liger last: it replaces functions of whole modules
@@ -51,6 +53,34 @@ CASES: dict[str, dict[str, Any]] = {  # those of Liger last: it replaces functio
         "gradient_checkpointing": False,
         "gradient_accumulation_steps": 2,
     },
+    "SFT with a window": {
+        **SFT,
+        **HALF,
+        **WINDOW,
+        "model_type": "mistral",
+        "gradient_checkpointing": False,
+    },
+    "SFT with a window, checkpointing and adapters": {
+        **SFT,
+        **HALF,
+        **WINDOW,
+        "model_type": "phi3",
+        "lora": True,
+    },
+    "Trainer with a window in some layers": {
+        **PLAIN,
+        **WINDOW,
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "max_window_layers": 2,
+    },
+    "Trainer with a window in every second layer": {
+        **PLAIN,
+        **HALF,
+        **WINDOW,
+        "model_type": "gemma2",
+    },
+    "DPO with a window": {**DPO, **HALF, **WINDOW, "model_type": "gemma3_text"},
     "SFT with adapters": {
         **SFT,
         "lora": True,
@@ -247,9 +277,11 @@ CASES: dict[str, dict[str, Any]] = {  # those of Liger last: it replaces functio
 OURS = ("trainer", "dtype", "lora", "lora_dropout", "target_modules", "target_parameters")
 OURS += ("load_in_8bit", "load_in_4bit", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
 OURS += ("bnb_4bit_quant_storage", "prepare_for_kbit_training", "experts_implementation")
-OURS += ("model_type", "vocab_size", "routing", "balanced")
+OF_MODEL = ("vocab_size", "sliding_window", "head_dim", "use_sliding_window", "max_window_layers")
+OURS += ("model_type", "routing", "balanced", "length", *OF_MODEL)
 """Settings that the trainers' own arguments do not have."""
-NOT_SETTINGS = ("model_type", "vocab_size", "routing", "balanced", "gradient_checkpointing_kwargs")
+NOT_SETTINGS = ("model_type", "routing", "balanced", "length", *OF_MODEL)
+NOT_SETTINGS += ("gradient_checkpointing_kwargs",)
 """What a case says about its model, and how layers are checkpointed, which takes the same memory."""
 
 
@@ -261,7 +293,7 @@ def is_quantized(case: dict[str, Any]) -> bool:
 def shape_of(case: dict[str, Any]) -> dict[str, Any]:
     """The config of the model of a case."""
     shape: dict[str, Any] = {"model_type": case.get("model_type", "llama"), **SHAPE}
-    shape["vocab_size"] = case.get("vocab_size", VOCABULARY)
+    shape |= {name: case[name] for name in OF_MODEL if name in case}
     if shape["model_type"] == MOE["model_type"]:
         shape |= {**EXPERTS, "output_router_logits": case.get("balanced", False)}
     return shape
@@ -313,10 +345,10 @@ def rows_for(trainer: str, length: int = LENGTH) -> Any:
     """Rows that are all as long as may be."""
     from datasets import Dataset
 
-    half, whole = " ".join(["word"] * (LENGTH // 2)), " ".join(["word"] * length)
-    tokens = [3] * LENGTH
+    half, whole = " ".join(["word"] * (length // 2)), " ".join(["word"] * length)
+    tokens = [3] * length
     row: dict[str, Any] = {
-        "Trainer": {"input_ids": tokens, "attention_mask": [1] * LENGTH, "labels": tokens},
+        "Trainer": {"input_ids": tokens, "attention_mask": [1] * length, "labels": tokens},
         "SFTTrainer": {"text": whole},
         "DPOTrainer": {"prompt": half, "chosen": f" {whole}", "rejected": f" {whole}"},
     }[trainer]
@@ -362,6 +394,7 @@ def measured(case: dict[str, Any]) -> int:
     from torchtune_adaptive.core.device.simulated import SimulatedMemory
 
     name, memory = case["trainer"], SimulatedMemory(1 << 40)
+    length = case.get("length", LENGTH)
     dtype = getattr(torch, case.get("dtype", "float32"))
     model: Any = made(case, dtype)
     if case.get("use_liger_kernel"):
@@ -402,7 +435,7 @@ def measured(case: dict[str, Any]) -> int:
     elif name == "DPOTrainer":
         more["ref_model"] = made(case, dtype)
     if name != "Trainer":
-        arguments["max_length"] = None if case.get("padding_free") else LENGTH
+        arguments["max_length"] = None if case.get("padding_free") else length
         more["processing_class"] = tokenizer()
 
     class Watch(transformers.TrainerCallback):
@@ -420,7 +453,7 @@ def measured(case: dict[str, Any]) -> int:
         model=model,
         args=config("out", **arguments),
         # Nothing cuts off the end of a row that is not padded.
-        train_dataset=rows_for(name, LENGTH - bool(case.get("padding_free"))),
+        train_dataset=rows_for(name, length - bool(case.get("padding_free"))),
         callbacks=[Watch()],
         **more,
     )
@@ -443,7 +476,8 @@ def planned(case: dict[str, Any]) -> int:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape_of(case)))
     settings = {key: value for key, value in case.items() if key not in NOT_SETTINGS}
-    step = TransformersStep(folder=str(folder), max_length=LENGTH, **settings)
+    length = case.get("length", LENGTH)
+    step = TransformersStep(folder=str(folder), max_length=length, **settings)
     rows = step.per_device_train_batch_size
     plan = step.plan(gpu="cpu", memory="1TiB", ceiling=rows, cache=False)
     if routing := case.get("routing"):

@@ -84,6 +84,13 @@ def test_nor_have_other_models_and_rollouts(folder: str, tmp_path: Path) -> None
     for changes in ({"model_type": "mixtral"}, {"hidden_size": "wide"}, {"vocab_size": None}):
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
         assert TransformersStep(folder=folder).estimated() is None, changes
+    windows = ({"model_type": "mistral"}, {"model_type": "qwen2", "use_sliding_window": True})
+    for changes in windows:
+        path.write_text(json.dumps({**LLAMA_1B, **changes, "sliding_window": 1024}))
+        assert TransformersStep(folder=folder).estimated() is None, "the default is rows of 1,024"
+        assert TransformersStep(folder=folder, max_length=512).estimated() is not None
+        flash = TransformersStep(folder=folder, attn_implementation="flash_attention_2")
+        assert flash.estimated() is not None
     path.write_text("[]")
     assert TransformersStep(folder=folder).estimated() is None
 

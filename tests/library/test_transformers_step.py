@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtune_adaptive.common import NoPrediction, UsageError
-from torchtune_adaptive.library import TransformersStep, transformers_step
+from torchtune_adaptive.integrations.facts import TESTED
+from torchtune_adaptive.library import (
+    TransformersRollouts,
+    TransformersStep,
+    checked_versions,
+    transformers_step,
+)
+from torchtune_adaptive.library.checked_versions import CHECKED
 from torchtune_adaptive.library.trainer_parts import (
     Adapted,
     Adapters,
@@ -231,3 +238,28 @@ def test_it_says_how_4_bits_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(step(**qlora, trainer="Trainer", bnb_4bit_compute_dtype="float32").about())
     assert "without double quantization, computing in float32; the rest is in float32, as" in text
     assert "rank 8, in float32 as PEFT 0.21 has them" in text
+
+
+def test_it_says_which_versions_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {name: f"{version}.9" for name, version in CHECKED.items()}
+    monkeypatch.setattr(transformers_step, "version", here.get)
+    monkeypatch.setattr(checked_versions, "versions_of", lambda *names: {n: here[n] for n in names})
+    usual = step(lora=True).about()
+    assert usual[-1] == "installed: transformers 5.23.9, trl 1.16.9, peft 0.21.9"
+    here |= {"trl": "1.17.0.dev0", "peft": None}
+    assert step(lora=True).about()[-2:] == (
+        "installed: transformers 5.23.9, trl 1.17.0.dev0, peft none",
+        "WARNING: no plan was compared with trl 1.17.0.dev0: the step is that of trl 1.16",
+    )
+    assert step(trainer="Trainer", bf16=True).about()[-1] == "installed: transformers 5.23.9"
+    eight = step(optim="adamw_8bit", ranks=2, fsdp=False).about()
+    assert "installed: transformers 5.23.9, trl 1.17.0.dev0, bitsandbytes 0.50.9" in eight
+    sharded = step(ranks=2, fsdp=True).about()
+    assert any("accelerate 1.15.9" in line for line in sharded)
+
+
+def test_plans_were_compared_with_the_newest_versions_that_trainers_are_tested_with() -> None:
+    for name in CHECKED.keys() & TESTED.keys():
+        assert TESTED[name][1] == CHECKED[name]
+    with_versions = TransformersStep.STEPS["SFTTrainer"], TransformersRollouts.STEPS["GRPOTrainer"]
+    assert all(f"TRL {CHECKED['trl']}" in text for text in with_versions)

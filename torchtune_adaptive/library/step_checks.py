@@ -9,9 +9,11 @@ from torchtune_adaptive.common import UsageError, arguments
 from torchtune_adaptive.library.liger_choices import check_kernels
 from torchtune_adaptive.library.step_choices import (
     DPO,
+    FLASH,
     IMPLEMENTATIONS,
     OPTIMIZERS,
     PLAIN,
+    SDPA,
     SFT,
     UNSHARDED,
 )
@@ -24,6 +26,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "bnb_4bit_quant_storage": ("uint8", *_TYPES),
     "prepare_for_kbit_training": (None, True, False),
     "optim": OPTIMIZERS,
+    "attn_implementation": (SDPA, FLASH),
     "experts_implementation": (None, *IMPLEMENTATIONS),
     "output_router_logits": (None, True, False),
     **dict.fromkeys(
@@ -55,12 +58,19 @@ def check_attention(step: Any, gpu: str, before_ampere: bool) -> None:
     Raises:
         UsageError: it does.
     """
-    if before_ampere and step.in_one_row:
-        key = "packing" if step.packing else "padding_free"
+    if before_ampere and (asked := _flash_is_asked_by(step)):
+        key, use, remedy = asked
         raise UsageError(
-            f"{key}: FlashAttention, which keeps samples of one row apart, needs Ampere or newer, and {gpu} "
-            f"is older. Set {key}=False."
+            f"{key}: FlashAttention{use} needs Ampere or newer, and {gpu} is older. Set {key}={remedy}."
         )
+
+
+def _flash_is_asked_by(step: Any) -> tuple[str, str, str] | None:
+    """The setting that needs FlashAttention, what for, and its value without; None if there is none."""
+    for key in ("packing", "padding_free"):
+        if getattr(step, key):
+            return key, ", which keeps samples of one row apart,", "False"
+    return ("attn_implementation", "", SDPA) if step.attn_implementation == FLASH else None
 
 
 def check_step(step: Any) -> None:
@@ -90,10 +100,10 @@ def check_step(step: Any) -> None:
     if step.in_one_row and (step.trainer != SFT or step.padded):
         reason = "has no padding" if step.padded else f"is SFTTrainer's, not {step.trainer}'s"
         raise UsageError(f"{key}: {they} {reason}. Set padded=False and trainer={SFT!r}.")
-    if step.in_one_row and step.half is None and step.dtype == "float32":
+    if (asked := _flash_is_asked_by(step)) and step.half is None and step.dtype == "float32":
         raise UsageError(
-            f"{key}: FlashAttention, which keeps samples of one row apart, has no kernels for float32. Set "
-            "bf16=True or dtype=bfloat16."
+            f"{asked[0]}: FlashAttention{asked[1]} has no kernels for float32. Set bf16=True or "
+            "dtype=bfloat16."
         )
     if step.router_aux_loss_coef is not None:
         arguments.weight("router_aux_loss_coef", step.router_aux_loss_coef)

@@ -53,7 +53,7 @@ def estimated(step: Any) -> int | None:
     """The peak of a step in bytes, as the allocator reserves them; None if no formula is right for it."""
     try:
         config: dict[str, Any] = json.loads((Path(step.folder) / "config.json").read_text())
-        if config["model_type"] not in TYPES or not _is_known(step):
+        if config["model_type"] not in TYPES or not _is_known(step) or _has_window(config, step):
             return None
         decoder = _decoder(config)
     except (OSError, ValueError, KeyError, TypeError):  # transformers says what is wrong with it
@@ -75,6 +75,13 @@ def _is_known(step: Any) -> bool:
         # Otherwise another model is its reference.
         or (step.trainer == DPO and not (step.lora or step.precompute_ref_log_probs))
     )
+
+
+def _has_window(config: dict[str, Any], step: Any) -> bool:
+    """Whether a layer sees less than a row by a mask, which is in no formula."""
+    has_one = config.get("use_sliding_window", config["model_type"] == "mistral")
+    width = config.get("sliding_window", 4096)  # as transformers' configs have it
+    return bool(step.has_masks and has_one and width and width <= step.max_length)
 
 
 def _decoder(config: dict[str, Any]) -> estimate.Decoder:
@@ -214,7 +221,7 @@ class _Moments:
         """What the backward pass of a layer needs."""
         model, in_heads = self._model, self._model.queries + self._model.keys
         attention: float = 2 * self._number * in_heads  # queries, keys, values, and the output
-        if self._step.padded:  # keys and values for each query, and a mask of such numbers
+        if self._step.padded and self._step.has_masks:  # keys and values for each query, and a mask of such numbers
             attention = self._number * (4 * model.queries + self._step.max_length)
         elif self._scores:  # keys and values for each query, and the scores as shares
             attention = self._number * 4 * model.queries + self._scores

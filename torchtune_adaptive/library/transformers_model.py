@@ -213,13 +213,20 @@ class StepModel:
         text.output_router_logits = self.step.output_router_logits
 
     def mask(
-        self, *, batch_size: int, q_length: int, kv_length: int, device: torch.device, **_: Any
+        self, *, batch_size: int, kv_length: int, local_size: int | None = None, **asked: Any
     ) -> torch.Tensor | None:
-        """The mask of attention, which transformers makes where a row has padding. It looks for that in
-        values, and there are none here."""
-        if not self.step.padded:
+        """The mask of attention, as transformers makes it where a row has padding, or a layer sees less than
+        a row. It looks for padding in values, and there are none here."""
+        from transformers import AttentionMaskInterface
+
+        sees_all = local_size is None or kv_length < local_size
+        if not self.step.has_masks or (sees_all and not self.step.padded):
             return None
-        return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
+        tokens = torch.ones(batch_size, kv_length, dtype=torch.bool, device=asked["device"])
+        asked |= {"attention_mask": tokens, "allow_is_causal_skip": False}
+        make = AttentionMaskInterface()["sdpa"]
+        found: torch.Tensor = make(batch_size=batch_size, kv_length=kv_length, **asked)
+        return found
 
     def mixed_precision(self) -> AbstractContextManager[Any]:
         if self.half is None:

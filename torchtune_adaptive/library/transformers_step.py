@@ -1,14 +1,14 @@
 """The step of transformers' Trainer, and of TRL's SFTTrainer and DPOTrainer, to be planned.
 
 The model is transformers' own, made from its config; ``trainer_parts`` has what the trainers add to it.
-Checked against transformers 5.23, TRL 1.16, PEFT 0.21 and accelerate 1.15, none of which but transformers has
-to be installed. That one is imported where it is needed.
+``checked_versions`` has those with which it was compared, none of which but transformers has to be installed.
+That one is imported where it is needed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
@@ -22,15 +22,18 @@ from torchtune_adaptive.common import (
     versions_of,
 )
 from torchtune_adaptive.library import step_estimate
+from torchtune_adaptive.library.checked_versions import about_versions
 from torchtune_adaptive.library.liger_choices import about_liger, refuse_types
 from torchtune_adaptive.library.model_types import about_kernels, refuse_loops
 from torchtune_adaptive.library.planning import Plan, answered, remembered, tabulated
 from torchtune_adaptive.library.step_checks import check_attention, check_step
 from torchtune_adaptive.library.step_choices import (
     ALL_LINEAR,
+    BITSANDBYTES,
     DPO,
     OPTIMIZERS,
     PLAIN,
+    SDPA,
     SFT,
     TILE_TOKENS,
     about_optimizer,
@@ -91,6 +94,8 @@ class TransformersStep:
     """Tokens in a row; all rows are as long."""
     padded: bool = False
     """Whether some rows of a micro-batch are shorter, so that attention needs a mask."""
+    attn_implementation: str = SDPA
+    """``sdpa``, or ``flash_attention_2``, which needs no masks for padding and sliding windows."""
     packing: bool = False
     """Whether samples are packed into rows of ``max_length``, and all rows of a micro-batch into one row
     without padding, as SFTTrainer does."""
@@ -178,6 +183,11 @@ class TransformersStep:
     def in_one_row(self) -> bool:
         """Whether all rows of a micro-batch are one row."""
         return self.packing or self.padding_free
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether attention gets a mask where a row has padding, or a layer sees less than a row."""
+        return not self.in_one_row and self.attn_implementation == SDPA
 
     @property
     def half(self) -> str | None:
@@ -379,7 +389,7 @@ class TransformersStep:
         if find_spec("transformers") is None:
             raise NoPrediction(
                 "transformers is not installed, so its step cannot be traced. Install it (pip install "
-                "transformers), or plan torchtune's step."
+                "transformers), or plan one of torchtune's configs."
             )
         refuse_loops(self.folder)
         if self.use_liger_kernel:
@@ -440,7 +450,18 @@ class TransformersStep:
         else:
             mask = "with padding, which costs a mask" if self.padded else "without padding"
             lines.append(f"rows: {mask}")
-        return (*lines, *about_kernels(self.folder))
+        return (*lines, *about_kernels(self.folder), *about_versions(self._packages()))
+
+    def _packages(self) -> Iterator[str]:
+        """The libraries whose code the step is."""
+        yield "transformers"
+        of_others = {
+            "trl": self.trainer != PLAIN,
+            "peft": self.lora,
+            "accelerate": self.fsdp,
+            "bitsandbytes": self.is_quantized or self.optim in BITSANDBYTES,
+        }
+        yield from (name for name, used in of_others.items() if used)
 
 
 def _call_model(step: TransformersStep, name: str, *arguments: Any) -> Any:

@@ -294,6 +294,7 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
     reading.settings |= {
         "trainer": "Trainer",
         "padded": not (flash or packed),
+        "attn_implementation": FLASH[0] if flash else SDPA,
         "dtype": "bfloat16" if half else "float32",
         "bf16": half and values["bf16"] != "full",
     }

@@ -19,9 +19,11 @@ from torchtune_adaptive.cli.other_trainers.keys import (
 )
 from torchtune_adaptive.cli.other_trainers.sharding import read_sharding
 from torchtune_adaptive.cli.other_trainers.training_arguments import (
+    FLASH,
     FORMAT,
     KERNELS,
     PARALLEL,
+    SDPA,
     WHY_NOT_ATTENTION,
     WHY_NOT_OPTIMIZER,
     read_checkpointing_options,
@@ -164,6 +166,7 @@ def _together(values: Mapping[str, Any], reading: FileReading) -> None:
     reading.settings |= {
         "trainer": "Trainer",
         "padded": not (flash or packed),
+        "attn_implementation": FLASH[0] if flash else SDPA,
         # What is trained is cast to float32, but for pure_bf16; the rest is as it computes.
         "dtype": "bfloat16" if lora or values["pure_bf16"] else "float32",
         "bf16": half,

@@ -177,6 +177,7 @@ def read_common(trainer: str, values: Mapping[str, Any], reading: FileReading) -
     reading.settings |= {
         "trainer": trainer,
         "padded": values["attn_implementation"] not in FLASH,
+        "attn_implementation": FLASH[0] if values["attn_implementation"] in FLASH else SDPA,
         "gradient_checkpointing": next((one for one in chosen if one is not None), True),
     }
     for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
