@@ -38,6 +38,9 @@ from torchtune_adaptive.planner.speed.roofline import seconds
 from torchtune_adaptive.planner.speed.speed import EAGER_BAND, MUCH_ATTENTION, Pace, Speed
 
 A100 = SPEEDS["a100-80gb"]
+MEASURED = {f"{name}gb" for name in ("a100-40", "a100-80", "a800-80", "h100-80", "h800-80")}
+MEASURED |= {f"{name}gb" for name in ("gh200-96", "gh200-144", "h200-141")}
+"""GPUs whose shares of the peaks follow from published measurements."""
 FAST_HOST = replace(A100, launch=0.0, kernel=0.0)
 MEBIBYTE = 1 << 20
 
@@ -415,3 +418,9 @@ def test_a_step_survives_json() -> None:
     part = [gemm(4096), record(7, 1), wait(7), moved(MEBIBYTE, joins=True, fused_bytes=8)]
     step = StepOperations([part, part[:2]], [moved(2.5)])
     assert unpacked(json.loads(json.dumps(packed_up(step)))) == step
+
+
+def test_shares_that_nobody_has_measured_are_said_to_be_assumed() -> None:
+    assert {name for name, one in SPEEDS.items() if not one.assumed} == MEASURED
+    for name in SPEEDS.keys() - MEASURED:
+        assert SPEEDS[name].assumed.startswith("its shares of the peaks are assumptions"), name

@@ -137,6 +137,10 @@ def with_power(speeds: Speeds, name: str, share: float) -> Speeds:
     )
 
 
+_SHARES = "its shares of the peaks are assumptions"
+_UNCERTAIN = f"{_SHARES}, and sources differ on its data sheet"
+
+
 @dataclass(frozen=True)
 class _Family:
     """The properties that GPUs which are built alike have in common."""
@@ -147,7 +151,7 @@ class _Family:
     network: float
     host: float
     has_nvlink: bool = True
-    assumed: str = ""
+    assumed: str = _SHARES
 
 
 PCIE = {3: (6e9, 11e9), 4: (12e9, 22e9), 5: (24e9, 44e9)}
@@ -156,8 +160,6 @@ PCIe 4 are assumptions; each generation doubles what the one before it moves. Ge
 allows no peer-to-peer, reach as much through the host's memory: nccl-tests' bus bandwidth was 12.4 and
 15.3 GB/s on two machines with two RTX 4090 each (``docs/results/published_4090.md``)."""
 _PCIE4, _PCIE5 = ((links, 6e9, host, False) for links, host in (PCIE[4], PCIE[5]))
-_SHARES = "its shares of the peaks are assumptions"
-_UNCERTAIN = f"{_SHARES}, and sources differ on its data sheet"
 
 # Matrix products. A100: 0.82; the best shape reaches 0.869 (ml-engineering, "Maximum Achievable Matmul
 # FLOPS", torch 2.6), and large shapes about 5 % less. H100: 0.73, which is 720 of 989 TFLOP/s (SemiAnalysis,
@@ -173,27 +175,27 @@ _UNCERTAIN = f"{_SHARES}, and sources differ on its data sheet"
 # Collectives: the bus bandwidth of nccl-tests on 8 GPUs, about 230 GB/s on A100, 340 GB/s for an all-gather
 # on H100; 12 GB/s over PCIe 4. Networks: one NIC of 200 Gb/s (A100) or 400 Gb/s (H100) for each
 # GPU, 0.9 of it.
-_A100 = _Family(0.82, (0.70, 0.60), 230e9, 22.5e9, 22e9)
-_A100_CARD = _Family(0.72, (0.62, 0.52), *_PCIE4, _SHARES)
+_A100 = _Family(0.82, (0.70, 0.60), 230e9, 22.5e9, 22e9, assumed="")
+_A100_CARD = _Family(0.72, (0.62, 0.52), *_PCIE4)
 _A800 = replace(_A100, links=230e9 * 400 / 600)  # NVLink of 400 GB/s instead of 600
-_HOPPER = _Family(0.73, (0.35, 0.315), 340e9, 45e9, 50e9)
+_HOPPER = _Family(0.73, (0.35, 0.315), 340e9, 45e9, 50e9, assumed="")
 _H800 = replace(_HOPPER, links=340e9 * 400 / 900)  # NVLink of 400 GB/s instead of 900
 _H20 = replace(
     _HOPPER, gemm=0.90, attention=(0.82, 0.70), assumed=_SHARES
 )  # little to compute with
-_HOPPER_CARD = _Family(0.62, (0.30, 0.27), *_PCIE5, _SHARES)
+_HOPPER_CARD = _Family(0.62, (0.30, 0.27), *_PCIE5)
 _H200_CARD = replace(_HOPPER_CARD, gemm=0.73, attention=(0.35, 0.315))
-_BLACKWELL = _Family(0.70, (0.28, 0.24), 680e9, 45e9, 50e9, assumed=_SHARES)
+_BLACKWELL = _Family(0.70, (0.28, 0.24), 680e9, 45e9, 50e9)
 _NEWER_BLACKWELL = replace(_BLACKWELL, assumed=_UNCERTAIN)
 _GEFORCE = _Family(0.90, (0.92, 0.75), *_PCIE4)
-_OLD = _Family(0.70, (0.58, 0.47), *_PCIE4, _SHARES)
+_OLD = _Family(0.70, (0.58, 0.47), *_PCIE4)
 # Cards with less power for what they could compute.
-_SERVER_CARD = _Family(0.60, (0.52, 0.44), *_PCIE4, _SHARES)
+_SERVER_CARD = _Family(0.60, (0.52, 0.44), *_PCIE4)
 _A10G = replace(
     _SERVER_CARD, gemm=0.85, attention=(0.82, 0.70)
 )  # twice the A10's power for half its peak
-_MI200 = _Family(0.73, (0.40, 0.29), 100e9, 22.5e9, 22e9, assumed=_SHARES)
-_MI300 = _Family(0.49, (0.29, 0.21), 310e9, 45e9, 50e9, assumed=_SHARES)
+_MI200 = _Family(0.73, (0.40, 0.29), 100e9, 22.5e9, 22e9)
+_MI300 = _Family(0.49, (0.29, 0.21), 310e9, 45e9, 50e9)
 
 _T = 1e12
 _DATA_SHEETS: dict[str, tuple[float | None, float, float, int, float, float, _Family]] = {
