@@ -28,6 +28,17 @@ def lost_outside_of_a_step(trainer: Any, error: BaseException) -> TrainingOutOfM
     )
 
 
+def advice(trainer: Any, undivided: str) -> str:
+    """How to go on where not even the smallest micro-batch fits, or where ``undivided`` says why it is a
+    whole batch."""
+    if not undivided:
+        return f"{_resume(trainer)}, with shorter rows, or on more processes."
+    return (
+        f"Batches are not divided ({undivided}). {_resume(trainer)}, with a lower "
+        "per_device_train_batch_size and as much more gradient_accumulation_steps, or with shorter rows."
+    )
+
+
 def lost_beside_vllm(trainer: Any, trouble: str, everywhere: bool) -> TrainingOutOfMemory:
     """The error that says how to leave memory for vLLM, or for what gives it weights; ``everywhere`` is
     whether it is raised on all processes."""

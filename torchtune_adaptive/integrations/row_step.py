@@ -62,8 +62,8 @@ class RowStep(ABC):
         self._size = 0
         self._rows_of_step = 0
         self._kept = HostState(owner, ())
-        self._whole = False
-        """Whether batches are not divided."""
+        self._undivided: str | None = None
+        """Why batches are not divided; None if they may be."""
         self._made: dict[tuple[int, ...], Any] = {}
         """What the loader has made of rows of the step that is taken, by their numbers."""
 
@@ -212,8 +212,7 @@ class RowStep(ABC):
     def _begin(self, rows: int) -> tuple[AdaptiveStep, str]:
         """What takes the steps, and why micro-batches have the size that they have."""
         options, step = self._options, self.new_step()
-        undivided = self._look_at_loss(step)
-        self._whole = undivided is not None
+        self._undivided = undivided = self._look_at_loss(step)
         step.divides = not self._whole
         if self._whole:
             self._refuse_options("batches cannot be divided, because of their loss or layers")
@@ -256,6 +255,11 @@ class RowStep(ABC):
 
     def _announce(self, step: AdaptiveStep, line: str) -> None:
         announce(log, line, rank_zero=step.ranks.is_zero)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether batches are not divided."""
+        return self._undivided is not None
 
     def _look_at_loss(self, step: AdaptiveStep) -> str | None:
         """Find out what there is to know about the loss before a size is chosen; gives why batches cannot be

@@ -19,7 +19,7 @@ import torch
 
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.core import Buffers, Generators
-from torchtune_adaptive.integrations import averages, layers, private, refusals
+from torchtune_adaptive.integrations import averages, ending, layers, private, refusals
 from torchtune_adaptive.integrations.first_look import terms_of_loss
 from torchtune_adaptive.integrations.row_step import OnHost, RowStep
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows, RowsOfStep
@@ -37,8 +37,8 @@ _NOISE = (
 class TrainerStep(RowStep):
     """The steps of a trainer, whose loader gives ``KeptRows``.
 
-    ``divides`` is whether it may make micro-batches of a size that it is told; see ``step_batches``. ``dealt``
-    is what ``deal`` gave of it.
+    ``divides`` is whether it may make micro-batches of a size that it is told; see ``step_batches``. What
+    ``deal`` gave of it is ``dealt``.
     """
 
     def __init__(
@@ -261,10 +261,10 @@ class TrainerStep(RowStep):
             return Found(Terms.ROWS)
         drawn, buffers = Generators(self._device), Buffers(self._model)
         rows = [row for one in self._of_step for row in one.rows]
-        of_batch, batches = len(self._of_step[0]), len(self._of_step)
-        if self._dealt is not None:  # as many on each process
-            of_batch, of_step, _ = self._configured()
-            rows = [*islice(cycle(rows), of_step)]
+        batches, (of_batch, of_step, _) = len(self._of_step), self._configured()
+        of_batch = max(of_batch, len(self._of_step[0]))
+        # The last step of an epoch, at which a run is resumed, may have few, and not as many on each process.
+        rows = [*islice(cycle(rows), max(of_step, len(rows)))]
         with self.around(step):
             found = terms_of_loss(
                 trainer, self._model, step, rows, of_batch, self._collated, self._items, batches
@@ -359,6 +359,7 @@ class TrainerStep(RowStep):
             seed=trainer.args.seed,
             sequences=refusals.sequences_in(type(trainer)),
         )
+        step.advice = lambda: ending.advice(trainer, self._undivided or "")
         if getattr(trainer.args, "neftune_noise_alpha", None):
             self._announce(step, _NOISE)
         return step

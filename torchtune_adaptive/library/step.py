@@ -224,12 +224,14 @@ class AdaptiveStep:
             sample_dropout.drop_by_torch(model)
         self._runner = StepRunner(
             self.train_step,
-            advice=self._advice,
+            advice=lambda: self.advice(),
             wait_for_memory=wait_for_memory,
         )
         self._grow_back_after = calm_steps
         self.divides = True
         """Whether micro-batches get smaller when memory runs out; if not, only more is computed again."""
+        self.advice: Callable[[], str] = self._advice
+        """Function that says how to go on where a step cannot be taken."""
         self._size = 0
         self._spare: list[Any] = []  # a row of this rank's last step that had any
         self.steps = 0

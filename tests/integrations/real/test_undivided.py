@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,15 @@ from tests.integrations.real.trainers import (
     SEARCHING,
     Loss,
     distance,
+    fsdp2_on_cpu,
+    lose_memory,
+    make,
     on_ranks,
     trained,
 )
+from tests.integrations.real.ways import WAYS
+from torchtune_adaptive.common import TrainingOutOfMemory
+from torchtune_adaptive.integrations import Adaptive
 
 CLOSE = 1e-6
 SGD = {"optim": "sgd", "learning_rate": 0.1, "warmup_steps": 0}
@@ -200,8 +207,13 @@ def settings(name: str, way: str = "") -> tuple[str, dict[str, Any]]:
         collate = made.pop("collate")
         made["data_collator"] = lambda: collate
         made["remove_unused_columns"] = False
+    made |= WAYS.get(way, {})
     if way == "fsdp2":
-        made["fsdp"] = True
+        fsdp2_on_cpu()
+        [layer, *_] = made["model"]._no_split_modules
+        made["fsdp_config"] = WAYS["fsdp2"]["fsdp_config"] | {
+            "transformer_layer_cls_to_wrap": [layer]
+        }
     return kind, made
 
 
@@ -232,3 +244,50 @@ def test_equals_the_plain_trainer(name: str) -> None:
         assert ours == pytest.approx(entry, rel=CLOSE, abs=CLOSE)
     assert found["same"] and found["searched"] and found["sizes"] == (4, 4), found
     assert found.get("lost", 0) <= CLOSE and found.get("after", (4, 4)) == (4, 4), found
+
+
+def on_two(name: str, way: str) -> dict[str, Any]:
+    def run(options: Any, lost: Any = ()) -> Any:
+        kind, made = settings(name, way)
+        return trained(kind, options, lost, **made)
+
+    plain, equal = run(None), run(AS_CONFIGURED)
+    lost = [run(AS_CONFIGURED, Loss(step=1, rank=on, times=1)) for on in (0, 1)]
+    return {
+        "equal": distance(equal, plain),
+        "lost": [distance(each, plain) for each in lost],
+        "sizes": [each.sizes for each in lost],
+    }
+
+
+ON_TWO = {
+    "BatchNorm": "ddp",
+    "kto": "ddp",
+    "sft of Qwen3MoeForCausalLM": "fsdp2",
+    "grpo, bnpo": "ddp",
+}
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_on_two_ranks(name: str) -> None:
+    for seen in on_ranks(on_two, 2, name, ON_TWO[name]):
+        assert seen["equal"] <= CLOSE and max(seen["lost"]) <= CLOSE, seen
+        assert seen["sizes"] == [(4, 4)] * 2, seen
+
+
+def without_memory() -> str:
+    """What ends a training in which memory runs out also with all layers checkpointed."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = Adaptive(search=False, wait_for_memory=0)
+        kind, made = settings("kto")
+        trainer = make(kind, options, folder, **made, save_strategy="steps", save_steps=1)
+        lose_memory(trainer, Loss(step=2, times=100))
+        with pytest.raises(TrainingOutOfMemory) as error:
+            trainer.train()
+    return str(error.value).replace(folder, "FOLDER")
+
+
+def test_what_does_not_fit_undivided_ends_with_the_last_checkpoint_and_what_to_set() -> None:
+    [said] = on_ranks(without_memory, 1)
+    assert "\n" not in said and "FOLDER/checkpoint-2" in said
+    assert "per_device_train_batch_size" in said and "kto compares each row" in said
