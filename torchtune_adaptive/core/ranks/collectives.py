@@ -106,10 +106,11 @@ Launches = dict[str, list[Launch]]
 """The launches of a pass, by segment: a stage, or what lies between two votes of it."""
 
 
-class AnotherRankFailed(Exception):
+class AnotherRankFailed(BaseException):
     """Raised where a rank would enter a collective that another rank will not enter.
 
-    ``everywhere`` says whether all ranks know; otherwise only those that hold the same rows do.
+    ``everywhere`` says whether all ranks know; otherwise only those that hold the same rows do. It goes
+    through the caller's own forward pass, where an ``except Exception`` must not end it.
     """
 
     def __init__(self, everywhere: bool) -> None:

@@ -35,8 +35,7 @@ def watch_collectives(model: nn.Module, watcher: Watcher, reducing: Reducing | N
     nothing to reduce, so FSDP launches no collective, and ``reducing`` is not called.
     """
     for module in _sharded(model):
-        about = private.spread_by(module)
-        reduce_scatter = _ReduceScatter(watcher, reducing, about.replicas if about else None)
+        reduce_scatter = _ReduceScatter(watcher, reducing, module)
         module.set_custom_all_gather(_AllGather(watcher))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
 
@@ -94,16 +93,17 @@ class _AllGather(_Watched):
 class _ReduceScatter(_Watched):
     """Watches a reduce-scatter, and with HSDP the all-reduce that FSDP launches right after it.
 
-    There is no interface for that all-reduce. But its reduction is of the same kind, and FSDP waits for no
-    other rank between the two (checked on torch 2.13).
+    There is no interface for that all-reduce. But its reduction is of the same kind, or a sum where the
+    caller has set what gradients are divided by: FSDP then divides in the reduce-scatter alone. Between the
+    two, it waits for no other rank (checked on torch 2.13).
     """
 
-    def __init__(
-        self, watcher: Watcher, reducing: Reducing | None, replicas: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, watcher: Watcher, reducing: Reducing | None, module: FSDPModule) -> None:
         super().__init__(watcher)
         self._reducing = reducing
-        self._replicas = replicas
+        self._module = module
+        about = private.spread_by(module)
+        self._replicas = about.replicas if about else None
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):  # type: ignore[no-untyped-def]
         # Before the watcher hears of the collective: where this runs out of memory, it is not launched.
@@ -111,7 +111,8 @@ class _ReduceScatter(_Watched):
             self._reducing(input_tensor)
         then = []
         if self._replicas is not None:
-            then = [partial(dist.all_reduce, output_tensor, op=op, group=self._replicas)]
+            whole = dist.ReduceOp.SUM if any(private.divide_factors(self._module)) else op
+            then = [partial(dist.all_reduce, output_tensor, op=whole, group=self._replicas)]
         return self._watcher(
             partial(
                 _reduce_scatter, output_tensor, input_tensor, op=op, group=group, async_op=async_op
