@@ -23,6 +23,7 @@ from torchtune_adaptive.integrations.mixin import AdaptiveMixin
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows
 from torchtune_adaptive.integrations.step_batches import counted_in, divide
+from torchtune_adaptive.integrations.step_rows import StepRows, deal
 from torchtune_adaptive.integrations.streams import read_by_each_process
 from torchtune_adaptive.integrations.trainer_step import TrainerStep
 from torchtune_adaptive.integrations.trl import AdaptiveRolloutMixin
@@ -34,11 +35,14 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def adaptive(trainer: Kind, options: Adaptive | None = None) -> Kind:
-    """A subclass of a trainer that finds its micro-batch size, and retries steps that run out of memory."""
-    mixin: type = AdaptiveTrainerMixin
-    if refusals.generates(trainer):
-        mixin = AdaptiveRolloutMixin
+    """A subclass of a trainer that finds its micro-batch size, and retries steps that run out of memory.
+
+    Of one that does so already, the same, or one with other options.
+    """
     own = {} if options is None else {"adaptive": options}
+    if issubclass(trainer, AdaptiveMixin):
+        return type(trainer.__name__, (trainer,), own) if own else trainer  # type: ignore[return-value]
+    mixin = AdaptiveRolloutMixin if refusals.generates(trainer) else AdaptiveTrainerMixin
     return type(f"Adaptive{trainer.__name__}", (mixin, trainer), own)  # type: ignore[return-value]
 
 
@@ -60,15 +64,21 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
     def get_train_dataloader(self) -> Any:
         if not self.is_in_train:  # somebody only looks at it
             return super().get_train_dataloader()
-        keeping = mock.patch.object(self, "data_collator", Keeping(self.data_collator))
-        with keeping, read_by_each_process(self):
+        self._begin_training()
+        keeping = Keeping(self.data_collator)
+        with (
+            mock.patch.object(self, "data_collator", keeping),
+            read_by_each_process(self),
+        ):
             loader = super().get_train_dataloader()
         args, options = self.args, self.adaptive
         rows, of_step = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        divides = not options.token_budget and divide(
-            loader, rows, of_step, larger=bool(options.search)
-        )
-        self._adaptive_step = TrainerStep(self, loader, divides)
+        on = StepRows(rows, of_step, self.accelerator.num_processes)
+        dealt = deal(loader, self.rows_begun_with, on, self.accelerator.process_index)
+        # Of several loaders that a subclass puts together, steps need not begin with the second.
+        divides = self._adaptive_step is None and not options.token_budget
+        divides = divides and divide(loader, rows, of_step, larger=bool(options.search))
+        self._adaptive_step = TrainerStep(self, loader, divides, keeping, dealt)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:

@@ -35,6 +35,8 @@ class SummedLoss:
         """Whether the next micro-batch is the first of an attempt."""
         self.equal_rows = True
         """Whether all ranks have as many rows."""
+        self.unequal_rows = False
+        """Whether ranks may have different numbers of rows: shares are then no means over those of one rank."""
         self.frozen: Sequence[nn.Module] = tuple(frozen)
 
     def rows(self, batch: Batch) -> int:
@@ -59,7 +61,7 @@ class SummedLoss:
                 f"forward: returned {checks.kind(result)}, but with shares must return one tensor, its share "
                 "of the loss."
             )
-        if not self.equal_rows:
+        if not self.equal_rows and not self.unequal_rows:
             raise UsageError(
                 "rows: some ranks have more than others, and forward returns a share of the loss, which is "
                 "averaged over ranks. Return the sum over all terms, and their number; or give each rank as "

@@ -185,10 +185,10 @@ def tokens(count: int = 64, ragged: bool = False) -> Any:
     return Dataset.from_list(rows)
 
 
-def lora(task: str = "CAUSAL_LM") -> Any:
+def lora(task: str = "CAUSAL_LM", **more: Any) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=task)
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=task, **more)
 
 
 def evenness(completion_ids: list[list[int]], **_: Any) -> list[float]:
