@@ -6,8 +6,13 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from tests.helpers.ranks import run_ranks, watch_ranks
 
@@ -36,6 +41,26 @@ def threads_and_missing_modules() -> tuple[int, set[str]]:
     from tests.helpers.preload import MODULES
 
     return threading.active_count(), set(MODULES) - imported
+
+
+LOADING: list[Iterator[Any]] = []
+"""What still loads data when its rank ends."""
+
+
+def load_data() -> list[int | None]:
+    """The processes that load data for this rank."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # or it has none
+    loader: DataLoader[int] = DataLoader(range(8), num_workers=1)  # type: ignore[arg-type]
+    LOADING.append(iter(loader))
+    next(LOADING[0])
+    return [child.pid for child in multiprocessing.active_children()]
+
+
+def runs(process: int | None) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def kind_of_process() -> str:
@@ -69,6 +94,14 @@ def test_ranks_start_with_one_thread_and_what_they_need_imported() -> None:
     [(threads, missing)] = run_ranks(threads_and_missing_modules, 1, join=False)
     assert threads == 1
     assert not missing
+
+
+def test_processes_that_load_data_end_with_their_rank() -> None:
+    [[process]] = run_ranks(load_data, 1, join=False)
+    end = time.monotonic() + 60  # one looks for its parent every 5 seconds
+    while runs(process) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not runs(process)
 
 
 @pytest.mark.exhaustive

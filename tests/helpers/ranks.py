@@ -265,6 +265,9 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Se
     )
     torch.set_num_threads(1)
     logging.disable(logging.NOTSET)  # which plans do in the fork server, if they start it
+    # As in a process that was launched: those that load data are forked, and end when this rank is killed. A
+    # fork server of its own would import everything again, and not end as long as what it has forked waits.
+    multiprocessing.set_start_method("fork", force=True)
     gc.freeze()  # what was imported stays; collections then take no time
     with open(Path(setting.folder) / f"stack_{setting.rank}", "w") as stack:
         faulthandler.enable(file=stack)
