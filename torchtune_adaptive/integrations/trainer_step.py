@@ -247,7 +247,7 @@ class TrainerStep(RowStep):
         processes = self._configured()[2]
         if terms is not Terms.ITEMS and (self._dealt or 0) % processes:
             raise cannot_share_last(self._dealt or 0, StepRows(rows, batches, processes))
-        step.objective.unequal_rows = terms is Terms.ITEMS
+        step.objective.unequal_rows = self._dealt is not None and terms is Terms.ITEMS
         self._terms = terms
         return None if terms.divides else why
 
