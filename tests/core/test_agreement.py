@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.helpers.library import Trained, collate, rows_of
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive import RankLost, UsageError
+from torchtune_adaptive.core.private import groups_here
 from torchtune_adaptive.core.ranks import agreement
+from torchtune_adaptive.core.ranks.agreement import Ranks
 
 
 @pytest.mark.parametrize(
@@ -156,3 +162,50 @@ def refuses_a_size() -> tuple[int, int]:
 @pytest.mark.ranks
 def test_a_size_that_is_refused_leaves_recovery_as_it_is() -> None:
     assert run_ranks(refuses_a_size, 2) == [(2, 2), (2, 2)]
+
+
+def open_here() -> tuple[int, int, int]:
+    """The process groups, threads and open files of this process."""
+    gc.collect()
+    return len(groups_here()), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def opened_by_steps(way: str) -> list[tuple[int, int, int]]:
+    """What is open after each of some steps that were made, taken, and dropped."""
+    opened = []
+    mesh = init_device_mesh("cpu", (2,)) if way == "context" else None
+    for number in range(4):
+        run = Trained("ddp" if way == "ddp" else "fsdp", timeout=30.0 + number, context_mesh=mesh)
+        run.step(rows_of(2), collate, 1)
+        del run
+        opened.append(open_here())
+    return opened
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "context"])
+def test_steps_that_are_dropped_leave_no_group_thread_or_file_behind(way: str) -> None:
+    for _, second, *later in run_ranks(opened_by_steps, 2, way):
+        assert all(each == second for each in later)
+
+
+def has_each_timeout() -> list[Any]:
+    """How long ranks wait for one that does not come, of those that share a group."""
+    short, long = Ranks(timeout=1), Ranks(timeout=60)
+    seen: list[Any] = [short._group is long._group, long.any(False), short.any(False)]
+    if short.is_zero:
+        started = time.monotonic()
+        with pytest.raises(RankLost, match="answered for 1 s"):
+            short.any(False)
+        seen.append(time.monotonic() - started < 20)
+    else:
+        time.sleep(3)
+        with pytest.raises(RankLost):
+            long.any(False)
+    return [*seen, Ranks(timeout=60).any(dist.get_rank() == 1)]  # in a group that works
+
+
+@pytest.mark.ranks
+def test_ranks_that_share_a_group_wait_as_long_as_each_is_told() -> None:
+    first, second = run_ranks(has_each_timeout, 2)
+    assert (first, second) == ([True, False, False, True, True], [True, False, False, True])

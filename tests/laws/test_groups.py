@@ -151,7 +151,7 @@ def test_parts_of_the_ranks_are_found_in_as_many_comparisons_as_there_are_ranks(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[list[int]] = []
-    monkeypatch.setattr(agreement, "_own_group", lambda _, members: made.append(members))
+    monkeypatch.setattr(agreement, "_shared_group", lambda _, members: made.append(members))
     own = SomeRanks([*range(ranks)], rank=9)
     parts = ranks // 8
     monkeypatch.setattr(own, "gather", lambda _: [Value(rank % parts) for rank in range(ranks)])

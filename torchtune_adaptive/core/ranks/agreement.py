@@ -15,6 +15,10 @@ five timeouts. So:
 - Before that, ranks wait for each other in the key-value store, in which a timeout is one.
 - gloo's waits for connections have the timeout with which the group is made, and all others the one that it
   has when they begin. A group is made with a fifth, and set to the whole.
+
+Each group has threads, connections and open files, which end with it. Whoever drops a step does not say so,
+and ranks drop one at different times. So groups are kept for the process, and shared by all who agree among
+the same ranks, each with a timeout of its own. All ranks make their exchanges in one order anyway.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -48,6 +53,12 @@ _CONNECTS = 5
 """Timeouts of a group for which gloo waits until two of its ranks are connected (``Pair::waitUntil``)."""
 
 _TOO_LATE = ("Timed out waiting", "Connect timeout")
+_Groups = dict[tuple[int, ...], dist.ProcessGroup]
+_shared: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
+"""Our groups beside each default group, by their members."""
+_timeouts: WeakKeyDictionary[dist.ProcessGroup, timedelta] = WeakKeyDictionary()
+"""The timeouts that groups of ours have now."""
+
 # What collectives say when a peer is gone. Anything else is this rank's own error.
 _LOST_PEER_TEXTS = (
     *_TOO_LATE,
@@ -82,7 +93,7 @@ class Ranks:
         self._patience = timedelta()
         if self.size > 1:
             self._patience = _patience(compiled) if timeout is None else timedelta(seconds=timeout)
-            self._group = _own_group(self._patience)
+            self._group = _shared_group(self._patience)
         self._begin([*range(self.size)])
 
     def _begin(self, members: list[int]) -> None:
@@ -108,7 +119,7 @@ class Ranks:
             # ``use_local_synchronization`` the members alone would make it, but under a name that counts
             # the groups which a rank is in: ranks in more groups than others would not find each other.
             if len(members) > 1:
-                group = _own_group(self._patience, members)
+                group = _shared_group(self._patience, members)
             if each == value:
                 part = SomeRanks(members, self.rank, group, self._patience)
         self._parts.append(part)
@@ -238,12 +249,10 @@ class Ranks:
             return
         self._wait_for_pending()
         before, self._patience = self._patience, timedelta(seconds=seconds)
-        private.set_timeout(self._group, self._patience)
         try:
             yield
         finally:
             self._patience = before
-            private.set_timeout(self._group, before)
 
     def _exchange(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         self._wait_for_pending()
@@ -251,11 +260,14 @@ class Ranks:
 
     def _call(self, exchange: Callable[..., T], *arguments: Any) -> T:
         """Call what exchanges something; raises ``RankLost`` where another rank does not answer."""
+        assert self._group is not None
+        _wait_as_long(self._group, self._patience)
         try:
             return exchange(*arguments)
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
+            _shared.clear()  # gloo has closed its connections
             raise _lost(error, self._patience) from error
 
     def in_a_thread(self, seconds: float) -> SomeRanks:
@@ -270,18 +282,22 @@ class Ranks:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The group in which they agree; None where there is only this rank, or once it has been left."""
+        if self._group is not None:
+            _wait_as_long(self._group, self._patience)
         return self._group
 
     def close(self) -> None:
-        """Leave the group, at the end of the run and before the default group is destroyed.
+        """Leave the group, at the end of the run and before the default group is destroyed; on all ranks.
 
-        Its threads end here, unless something else still refers to it; see ``_settle_at_exit``.
+        Nobody else may use it any more. Its threads end here, unless something else still refers to it; see ``_settle_at_exit``.
         """
         for part in self._parts:
             part.close()
         if self._group is not None:
             group, self._group = self._group, None
-            dist.destroy_process_group(group)
+            _shared.clear()  # all of them, so that all ranks make the same ones the next time
+            if group in private.groups_here():  # others that shared it may have left
+                dist.destroy_process_group(group)
 
 
 class SomeRanks(Ranks):
@@ -316,6 +332,21 @@ def _settle_at_exit() -> None:
     atexit.register(time.sleep, _SETTLING)
 
 
+def _shared_group(patience: timedelta, members: list[int] | None = None) -> dist.ProcessGroup:
+    """The group that ``_own_group`` makes, made once."""
+    assert dist.group.WORLD is not None
+    kept, key = _shared.setdefault(dist.group.WORLD, {}), tuple(members or ())
+    if key not in kept:
+        kept[key] = _own_group(patience, members)
+    return kept[key]
+
+
+def _wait_as_long(group: dist.ProcessGroup, patience: timedelta) -> None:
+    if _timeouts.get(group) != patience:
+        private.set_timeout(group, patience)
+        _timeouts[group] = patience
+
+
 def _own_group(patience: timedelta, members: list[int] | None = None) -> dist.ProcessGroup:
     """A gloo group of ours, whose ranks are connected where our exchanges need it; see Note [Connections].
 
@@ -337,7 +368,7 @@ def _own_group(patience: timedelta, members: list[int] | None = None) -> dist.Pr
         )
     if group is not dist.GroupMember.NON_GROUP_MEMBER:
         _settle_at_exit()
-        private.set_timeout(group, patience)
+        _wait_as_long(group, patience)
         try:
             _meet(group, patience)
             _connect(group)
