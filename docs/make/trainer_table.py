@@ -50,20 +50,25 @@ SETTINGS = {
     "accumulation, reduced once": "`Adaptive(sync_each_batch=False)`: FSDP2 reduces as accelerate does",
     "accumulation, larger": "the search finds larger micro-batches, so sums have another order; compared are "
     "weights, losses, gradient norms and learning rates, not [metrics of batches](../trainers.md#limits)",
+    "experts": "a tiny Qwen3-MoE with its auxiliary loss, and 2 batches in a step, which are [not divided]"
+    "(../trainers.md#what-is-not-divided)",
+    "loss of a batch": "`aot` of DPO, `kto` of KTO and `bnpo` of GRPO, which are not divided either",
 }
+_WITH_A_LOSS_OF_A_BATCH = ("dpo", "kto", "grpo")
 _HEAD = """# Each trainer beside the plain one
 
 Each cell was run on a CPU, on 2 processes: the plain trainer and `adaptive(...)` of it train a tiny Llama,
 and on each process their weights, and all that they log but times, are compared. A search comes before the
-first step, except in *compile*. In all rows but the last it finds the micro-batch that the plain trainer has.
-Memory does not run out.
+first step, except in *compile*. In all rows but *accumulation, larger* it finds the micro-batch that the
+plain trainer has. Memory does not run out.
 
 With {versions}.
 
 - *equal*: to the bit. *1e-6*: the largest difference is at most that; of numbers beyond 1, it is relative.
 - *-*: there is no such setting, or it has no effect. *not tried*: it needs a package that was missing.
 
-KTO has the loss `apo_zero_unpaired`, because its default is [refused](../trainers.md#what-is-refused).
+KTO has the loss `apo_zero_unpaired`, but in the last row, because its default is [not
+divided](../trainers.md#what-is-not-divided).
 """
 _TAIL = """
 On CPUs with AVX-512 BF16, bitsandbytes packs 4-bit weights in an evaluation, for good, for a kernel through
@@ -82,8 +87,10 @@ def cells() -> Iterator[tuple[str, str, str]]:
     for way in WAYS:
         for setting in SETTINGS:
             for trainer in TRAINERS:
-                dash = (setting == "packing" and trainer != "sft") or (
-                    setting == "accumulation, reduced once" and way != "fsdp2"
+                dash = (
+                    (setting == "packing" and trainer != "sft")
+                    or (setting == "accumulation, reduced once" and way != "fsdp2")
+                    or (setting == "loss of a batch" and trainer not in _WITH_A_LOSS_OF_A_BATCH)
                 )
                 if not dash:
                     yield trainer, way, setting

@@ -30,7 +30,6 @@ FACTS = {
     "mean over batches": "a loss that is a mean is divided by current_gradient_accumulation_steps",
     "sum of batches": "a loss that is scaled by itself is added up as compute_loss gives it",
     "loss alone": "compute_loss gives the loss of a batch without gradients, given num_items_in_batch",
-    "sum of losses": "_tr_loss is what is to be logged, since _globalstep_last_logged",
     "own log": "what is logged of training goes through log(), and has a loss; that of evaluations has none",
     "batches of a step": "get_batch_samples takes the batches of a step, once, before training_step",
     "data_collator": "get_train_dataloader collates by self.data_collator, or by a wrapper of that name",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,18 +36,6 @@ def builder_of(config: Any) -> type | None:
     """The class that ``build()`` of a config of torchtitan (0.3) makes, which has no public name."""
     owner: type | None = getattr(config, "_owner", None)
     return owner
-
-
-def logged(trainer: Any, losses: Iterable[float]) -> torch.Tensor:
-    """What a trainer of transformers (5.16 to 5.23) adds to its sum of losses for these batches, in turn.
-
-    With ``logging_nan_inf_filter``, one that is not finite counts as the mean of those since the last log.
-    """
-    before: torch.Tensor = trainer._tr_loss
-    total, steps = before.clone(), trainer.state.global_step - trainer._globalstep_last_logged
-    for loss in losses:
-        total += loss if math.isfinite(loss) else total / (1 + steps)
-    return total - before
 
 
 def set_batches(trainer: Any, rows: int, accumulation: int) -> None:

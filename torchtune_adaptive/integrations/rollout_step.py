@@ -103,10 +103,6 @@ class RolloutStep(TrainerStep):
         finally:
             self.taking = False
 
-    def _losses_of(self, batches: Sequence[KeptRows]) -> list[float]:
-        """That of the step: its rows are not told apart by batches."""
-        return [math.nan]
-
     def _sizes(self, batches: Sequence[KeptRows]) -> list[int]:
         return self._batches
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torchtune_adaptive.integrations import averages, ending, layers, private, r
 from torchtune_adaptive.integrations.first_look import terms_of_loss
 from torchtune_adaptive.integrations.row_step import OnHost, RowStep
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows, RowsOfStep
-from torchtune_adaptive.integrations.step_rows import StepRows, cannot_share_last
+from torchtune_adaptive.integrations.step_rows import cannot_share
 from torchtune_adaptive.integrations.terms import Found, Terms, with_a_label
 from torchtune_adaptive.integrations.undivided import why_not_divided
 from torchtune_adaptive.library import AdaptiveStep
@@ -82,8 +81,6 @@ class TrainerStep(RowStep):
         self._average(batches)
         self._tell_loader(batches)
         state_in(self._trainer).steps = self
-        if not math.isfinite(loss) and self._trainer.args.logging_nan_inf_filter:
-            return private.logged(self._trainer, self._losses_of(batches))
         return torch.tensor(loss, device=self._device)
 
     def keeps_log(self, logs: dict[str, Any]) -> bool:
@@ -146,38 +143,6 @@ class TrainerStep(RowStep):
             return [len(batch) for batch in batches]
         number, of_batch = sum(map(len, batches)), self._configured()[0]
         return [min(of_batch, number - start) for start in range(0, number, of_batch)]
-
-    def _losses_of(self, batches: Sequence[KeptRows]) -> list[float]:
-        """The loss of each batch on this rank, where that of the step is none of them that a log may have.
-
-        Computed again, without gradients and before the optimizer steps: a micro-batch may have had rows of
-        several batches, and most of these have a loss.
-        """
-        assert self._step is not None
-        rows, sizes = RowsOfStep(batches), self._sizes(batches)
-        gradients = [
-            (each, each.grad) for each in self._model.parameters()
-        ]  # which FSDP would drop
-        drawn = Generators(self._device)
-        self._keep()
-        with self.around(self._step):
-            phase = self._step.forward_only(self._each_loss, name="the losses to log")
-            of_rows = phase(
-                range(len(rows)),
-                lambda part: self.batch_of(rows, part),
-                min(self._size, max(sizes)),
-                groups=sizes,
-            )
-        drawn.restore()
-        self.restore()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        ends = accumulate(sizes)
-        return [math.fsum(of_rows[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-
-    def _each_loss(self, batch: dict[str, Any]) -> list[float]:
-        rows = len(batch["rows"])
-        return [float(self._forward(batch)) / rows] * rows
 
     def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
         trainer, found = self._trainer, self._found
@@ -246,7 +211,8 @@ class TrainerStep(RowStep):
             )
         processes = self._configured()[2]
         if terms is not Terms.ITEMS and (self._dealt or 0) % processes:
-            raise cannot_share_last(self._dealt or 0, StepRows(rows, batches, processes))
+            which, last = "the last step of an epoch has", self._dealt or 0
+            raise cannot_share(which, last, processes, began.number)
         step.objective.unequal_rows = self._dealt is not None and terms is Terms.ITEMS
         self._terms = terms
         return None if terms.divides else why

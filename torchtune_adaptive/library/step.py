@@ -395,6 +395,10 @@ class AdaptiveStep:
     def _begin(self, size: int, unit: str = "row") -> None:
         """Use micro-batches of this size from the next step on."""
         self._size, self._runner.unit = size, unit
+        if self.divides and (name := checks.normalizes_over_rows(self.train_step.model)):
+            self.divides = False
+            line = f"{name} normalizes over a micro-batch, which keeps its rows when memory runs out"
+            announce(log, line, rank_zero=self.ranks.is_zero)
         smaller: Sequence[int] = candidates("power_of_two", size, size) if self.divides else ()
         if unit == "token":
             smaller = [size >> halvings for halvings in range(size.bit_length())]

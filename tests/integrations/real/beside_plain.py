@@ -11,6 +11,7 @@ import torch
 from peft import get_peft_model
 from transformers import TrainerCallback
 
+from tests.integrations.real.models import of_experts
 from tests.integrations.real.trainers import (
     LOGGED,
     NAMES,
@@ -47,7 +48,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 4},
     "accumulation, reduced once": {"gradient_accumulation_steps": 4},
     "accumulation, larger": {"gradient_accumulation_steps": 4},
+    "experts": {"gradient_accumulation_steps": 2},
+    "loss of a batch": {"gradient_accumulation_steps": 2},
 }
+OF_A_BATCH = {"dpo": "aot", "kto": "kto", "grpo": "bnpo"}
+"""Losses of trainers over a whole batch."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "compile": {"search": False},  # what is compiled runs eager where memory is limited on a CPU
     "accumulation, reduced once": FOUND | {"sync_each_batch": False},
@@ -104,6 +109,13 @@ def settings_of(trainer: str, way: str, setting: str) -> dict[str, Any]:
     if settings.pop("quantized", False):
         kind = "LlamaForSequenceClassification" if classifies else "LlamaForCausalLM"
         settings["model"] = quantized(kind)
+    if setting == "experts":
+        settings |= of_experts(trainer, "Qwen3MoeForCausalLM")
+        if way == "fsdp2":
+            layers = {"transformer_layer_cls_to_wrap": ["Qwen3MoeDecoderLayer"]}
+            settings["fsdp_config"] = settings["fsdp_config"] | layers
+    if setting == "loss of a batch":
+        settings["loss_type"] = OF_A_BATCH[trainer]
     if settings.pop("adapters", False):
         config = lora("SEQ_CLS" if classifies else "CAUSAL_LM")
         if trainer == "trainer":

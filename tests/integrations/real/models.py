@@ -84,3 +84,48 @@ class Collating(Padding):
             return super().__call__(rows)
         padded = super().__call__([row | {"labels": row["input_ids"]} for row in rows])
         return padded | {"labels": torch.tensor([row["labels"] for row in rows])}
+
+
+EXPERTS = {
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "decoder_sparse_step": 1,
+    },
+    "MixtralForCausalLM": {"num_local_experts": 4},
+    "OlmoeForCausalLM": {"num_experts": 4},
+    "GptOssForCausalLM": {"num_local_experts": 4, "head_dim": 16, "sliding_window": 8},
+}
+
+
+def experts(name: str, **config: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    small = LLAMA | {
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 2,
+        "router_aux_loss_coef": 0.1,
+    }
+    made = kind.config_class(**small | EXPERTS[name] | config)
+    made._attn_implementation = "eager"
+    return kind(made)
+
+
+def of_experts(trainer: str, name: str) -> dict[str, Any]:
+    """What a trainer is made with, so that its loss balances experts."""
+    import transformers
+
+    if trainer == "trainer":
+        return {"model": experts(name, output_router_logits=True)}
+    if trainer == "reward":
+        config = experts(name, num_labels=1).config
+        torch.manual_seed(0)
+        return {
+            "model": getattr(transformers, name.replace("CausalLM", "SequenceClassification"))(
+                config
+            )
+        }
+    made = {"model": experts(name)}
+    return made | ({"ref_model": experts(name)} if trainer in ("dpo", "kto") else {})

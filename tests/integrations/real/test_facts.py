@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.integrations.real.trainers import AS_CONFIGURED, NAMES, make, on_ranks, texts, tokens
 from torchtune_adaptive.integrations.facts import FACTS
-from torchtune_adaptive.integrations.layers import two_functions
+from torchtune_adaptive.integrations.layers import all_at_once
 from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
@@ -147,21 +147,6 @@ def loss_alone(folder: str) -> None:
         assert len(found) == 4 and all(map(torch.equal, found[::2], found[1::2]))
 
 
-@check("sum of losses")
-def sum_of_losses(folder: str) -> None:
-    trainer, sums = make("trainer", None, folder, logging_steps=2), []
-    step = trainer.training_step
-
-    def stepped(*args: Any) -> Any:
-        sums.append((float(trainer._tr_loss), trainer._globalstep_last_logged))
-        return step(*args)
-
-    trainer.training_step = stepped
-    trainer.train()
-    assert [last for _, last in sums] == [0] * 4 + [2] * 4
-    assert [total > 0 for total, _ in sums] == [False, True, True, True] * 2
-
-
 @check("batches of a step")
 def batches_of_a_step(folder: str) -> None:
     trainer, calls = (
@@ -242,13 +227,13 @@ def host_state(folder: str) -> None:
 @check("checkpointing")
 def checkpointing(folder: str) -> None:
     trainer = make("trainer", AS_CONFIGURED, folder)
-    relief = two_functions(trainer)
+    relief = all_at_once(trainer)
     assert relief is not None
     layer = trainer.model.model.layers[0]
     for switch, expected in zip(relief, (True, False), strict=True):
         switch()
         assert layer.gradient_checkpointing is expected
-        assert (two_functions(trainer) is None) is expected
+        assert (all_at_once(trainer) is None) is expected
 
 
 @check("gathers")

@@ -60,6 +60,19 @@ class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Normalized(Module):
+    """Has a layer that normalizes over a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(self.model.config.hidden_size)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        made = super().training_step(batch, batch_idx)
+        embedded = self.model.model.embed_tokens(batch["input_ids"]).mean(1)
+        return {"loss": made["loss"] + self.norm(embedded).relu().mean()}
+
+
 class Sharded(Module):
     def configure_model(self) -> None:
         for layer in (*self.model.model.layers, self.model):
@@ -200,6 +213,18 @@ def test_one_process(name: str) -> None:
     assert seen["equal"] <= (loose if name == "autocast" else CLOSE), seen
     assert max(*seen["far"], seen["outputs"], seen["epochs"]) <= loose, seen
     assert seen["sizes"][0][0] >= 4 and seen["sizes"][1] == (4, 1), seen
+
+
+def normalized() -> list[Any]:
+    runs = [fit(each, kind=Normalized) for each in (None, AS_CONFIGURED, SEARCHING)]
+    plain, equal, searched = runs
+    return [torch.equal(each.weights, plain.weights) for each in (equal, searched)] + [
+        searched.sizes
+    ]
+
+
+def test_a_module_that_normalizes_over_a_batch_is_not_divided() -> None:
+    assert on_ranks(normalized, 1) == [[True, True, (4, 4)]]
 
 
 def compare_on_ranks(way: str) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -128,6 +130,10 @@ def drawn(outputs: Any, labels: torch.Tensor, **_: Any) -> torch.Tensor:
     return cross_entropy((outputs.logits + noise).flatten(0, 1), labels.flatten())
 
 
+def drawn_by_numpy(outputs: Any, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+    return mean(outputs, labels) * (1 + 0.1 * float(np.random.rand()) + 0.1 * random.random())
+
+
 def partly(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
     return divided(outputs, labels, num_items_in_batch) + outputs.logits.square().mean()
 
@@ -148,6 +154,7 @@ OWN: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "of rows": (of_rows, "ROWS"),
     "divided": (divided, "ITEMS"),
     "drawn": (drawn, "BATCH"),
+    "drawn by numpy": (drawn_by_numpy, "BATCH"),
     "partly": (partly, "BATCH"),
     "weighted": (weighted, "BATCH"),
     "between rows": (between_rows, "BATCH"),
@@ -409,10 +416,9 @@ OF_LOGS = {
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 1) for name in OF_LOGS), ("each step", 2)])
-def test_a_loss_that_is_no_number_is_logged_as_by_the_plain_trainer(name: str, ranks: int) -> None:
+def test_a_loss_that_is_no_number_is_logged_as_one_or_as_a_mean(name: str, ranks: int) -> None:
     for seen in on_ranks(with_no_number, ranks, OF_LOGS[name], ranks):
         plain, equal, searched = seen["losses"]
         assert seen["ruined"] == [True] * 3 and seen["found"][0] == 16, seen
-        assert equal == pytest.approx(plain, rel=CLOSE, nan_ok=True), seen
-        assert searched == pytest.approx(plain, rel=CLOSE, nan_ok=True), seen
-        assert (name == "all") == any(loss != loss for loss in plain), seen
+        for losses in (plain, equal, searched):
+            assert (name == "all") == any(loss != loss for loss in losses), seen

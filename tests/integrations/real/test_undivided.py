@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from tests.integrations.real.models import EXPERTS, of_experts
 from tests.integrations.real.trainers import (
     AS_CONFIGURED,
-    LLAMA,
     SEARCHING,
     Loss,
     distance,
@@ -131,53 +132,10 @@ OWN: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "BatchNorm": lambda: {"model": Normalizing(), "data": classes(), "collate": stacked},
 }
-EXPERTS = {
-    "Qwen3MoeForCausalLM": {
-        "num_experts": 4,
-        "moe_intermediate_size": 16,
-        "decoder_sparse_step": 1,
-    },
-    "MixtralForCausalLM": {"num_local_experts": 4},
-    "OlmoeForCausalLM": {"num_experts": 4},
-    "GptOssForCausalLM": {"num_local_experts": 4, "head_dim": 16, "sliding_window": 8},
-}
-
-
-def experts(name: str, **config: Any) -> Any:
-    import transformers
-
-    torch.manual_seed(0)
-    kind = getattr(transformers, name)
-    small = LLAMA | {
-        "num_experts_per_tok": 2,
-        "num_key_value_heads": 2,
-        "router_aux_loss_coef": 0.1,
-    }
-    made = kind.config_class(**small | EXPERTS[name] | config)
-    made._attn_implementation = "eager"
-    return kind(made)
-
-
-def of_experts(kind: str, name: str) -> dict[str, Any]:
-    more: dict[str, Any] = {"model": experts(name)}
-    if kind == "trainer":
-        more["model"] = experts(name, output_router_logits=True)
-    if kind in ("dpo", "kto"):
-        more["ref_model"] = experts(name)
-    if kind == "reward":
-        from transformers import Qwen3MoeForSequenceClassification
-
-        torch.manual_seed(0)
-        more["model"] = Qwen3MoeForSequenceClassification(
-            more["model"].config.__class__(**more["model"].config.to_dict() | {"num_labels": 1})
-        )
-    return more
-
-
 KINDS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     **{name: ("trainer", of) for name, of in OWN.items()},
     **{
-        f"{kind} of {name}": (kind, lambda kind=kind, name=name: of_experts(kind, name))
+        f"{kind} of {name}": (kind, partial(of_experts, kind, name))
         for kind, name in [
             *(("sft", name) for name in EXPERTS),
             ("trainer", "Qwen3MoeForCausalLM"),
@@ -291,3 +249,60 @@ def test_what_does_not_fit_undivided_ends_with_the_last_checkpoint_and_what_to_s
     [said] = on_ranks(without_memory, 1)
     assert "\n" not in said and "FOLDER/checkpoint-2" in said
     assert "per_device_train_batch_size" in said and "kto compares each row" in said
+
+
+class OfOneRow(nn.Module):
+    """Takes one row, as models of packed rows do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 4)])
+
+    def forward(self, x: Any = None, labels: Any = None) -> dict[str, Any]:
+        [row] = x
+        return {"loss": cross_entropy(self.layers[1](self.layers[0](row)), labels[0])}
+
+
+def in_single_rows(accumulation: int) -> dict[str, Any]:
+    def run(options: Any) -> Any:
+        made = SGD | {"model": OfOneRow(), "data": classes(), "remove_unused_columns": False}
+        made |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulation}
+        return trained("trainer", options, **made, data_collator=lambda: stacked)
+
+    plain, ours = run(None), run(SEARCHING)
+    return {"far": distance(ours, plain), "sizes": ours.sizes}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_model_that_takes_one_row_gets_no_more(accumulation: int) -> None:
+    assert on_ranks(in_single_rows, 1, accumulation) == [{"far": 0.0, "sizes": (1, 1)}]
+
+
+def gathers(rows: int, options: Any = None) -> int:
+    """The tensors that a training gathers for metrics, in batches of so many of 8 rows."""
+    from torch import distributed
+
+    count, own = [0], distributed.all_gather
+
+    def counted(*args: Any, **named: Any) -> Any:
+        count[0] += 1
+        return own(*args, **named)
+
+    distributed.all_gather = counted  # by which accelerate gathers with gloo
+    try:
+        batches = {"gradient_accumulation_steps": 8 // rows}
+        trained("sft", options, per_device_train_batch_size=rows, **batches)
+    finally:
+        distributed.all_gather = own
+    return count[0]
+
+
+def of_ways() -> list[int]:
+    half = Adaptive(search=False, ceiling=2)
+    return [gathers(2), gathers(4, half), gathers(4), gathers(4, AS_CONFIGURED)]
+
+
+def test_other_micro_batches_gather_no_more_than_batches_of_that_size() -> None:
+    for small, halved, plain, equal in on_ranks(of_ways, 2):
+        assert halved <= small and equal <= plain and plain, (small, halved, plain, equal)
