@@ -164,9 +164,9 @@ def assert_it_says_what_is_missing(there: Environment) -> None:
         assert f"{words[0]} needs torchtune and the recipes, which are not installed" in said
         assert said.count("\n") == 1 and said.endswith(": pip install ./library .\n")
     said = there.said("tune-adaptive", "plan", "tiny/full", status=2)
-    assert "plan without --hf MODEL --trainer SFTTrainer needs torchtune and the recipes" in said
-    written(there.folder, PUBLISHED["Qwen3-0.6B"][0])
-    said = there.said("tune-adaptive", "plan", "--hf", ".", "--trainer", "SFTTrainer", status=2)
+    assert "plan without --hf MODEL needs torchtune and the recipes" in said
+    written(there.folder, PUBLISHED["Qwen3-0.6B"])
+    said = there.said("tune-adaptive", "plan", "--hf", ".", status=2)
     assert "transformers is not installed" in said and "pip install transformers" in said
 
 
@@ -205,8 +205,8 @@ def test_the_library_plans_a_step_of_transformers(library: Path, tmp_path: Path)
     there.install(library)
     folder = there.folder / "model"
     folder.mkdir()
-    written(folder, PUBLISHED["Qwen3-0.6B"][0])
-    words = ("plan", "--hf", "model", "--trainer", "SFTTrainer", "--method", "lora", "--json")
+    written(folder, PUBLISHED["Qwen3-0.6B"])
+    words = ("plan", "--hf", "model", "--method", "lora", "--json")
     done = there.run("tune-adaptive", *words, "--gpu", "4090", timeout=300)
     assert json.loads(done.stdout)["verdict"] == "FITS", done.stderr
 

@@ -170,13 +170,13 @@ def test_a_documented_command_runs(command: str, tmp_path: Path) -> None:
     if "--hf" in words:
         folder = tmp_path / words[words.index("--hf") + 1]
         folder.mkdir(parents=True)  # the name of a model, which is planned without a network
-        written(folder, PUBLISHED[folder.name][0])
+        written(folder, PUBLISHED[folder.name])
     for name in TRAINER_FILES.keys() & {*words}:
         example = ROOT / "tests" / "data" / "trainer_files" / f"{TRAINER_FILES[name]}.yaml"
         (tmp_path / name).write_text(example.read_text())
         folder = tmp_path / "example" / "small-llama"
         folder.mkdir(parents=True, exist_ok=True)
-        written(folder, PUBLISHED["Qwen2-0.5B"][0])
+        written(folder, PUBLISHED["Qwen2-0.5B"])
     if "--machine" in words:
         (tmp_path / words[words.index("--machine") + 1]).write_text(documented_machine())
     # The largest plan takes half a minute on an idle machine. Beside other tests, on a slow one, 400 s were

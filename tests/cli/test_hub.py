@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from tests.helpers.hub import cached, hub
 from tests.helpers.hugging_face import LLAMA_1B
 from tests.helpers.runs import BIN
-from torchtune_adaptive.cli.hub import GivenModel, model_of
+from torchtune_adaptive.cli.hub import GivenModel, model_of, read_config
 from torchtune_adaptive.common import ConfigError
 
 TINY = {
@@ -148,8 +148,7 @@ def test_what_the_hub_refuses_is_one_line(code: str, complaint: str, tmp_path: P
 
 def test_a_token_without_access(tmp_path: Path) -> None:
     with hub(one="GatedRepo") as server:
-        words = ("--hf", "org/one", "--trainer", "SFTTrainer")
-        done = plan(*words, home=tmp_path, endpoint=server.address, HF_TOKEN="hf_secret")
+        done = plan("--hf", "org/one", home=tmp_path, endpoint=server.address, HF_TOKEN="hf_secret")
     assert "is gated, and your token gives no access to it" in refusal(done)
     assert "hf_secret" not in done.stderr
 
@@ -170,11 +169,16 @@ def test_offline(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.runs
-@pytest.mark.parametrize("step", [(), ("--trainer", "SFTTrainer", "--seq-len", "32")])
-def test_both_steps_take_a_name(step: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_name_is_all_that_a_plan_needs(tmp_path: Path) -> None:
     with hub(one=TINY) as server:
-        done = plan(
-            "--hf", "org/one", "--no-what-ifs", *step, home=tmp_path, endpoint=server.address
-        )
+        words = ("--hf", "org/one", "--seq-len", "32")
+        done = plan(*words, home=tmp_path, endpoint=server.address)
     assert done.returncode == 0, done.stderr
     assert "config.json: of org/one, from the Hub, revision 0123456" in done.stdout
+
+
+@pytest.mark.parametrize(("text", "complaint"), [("{", "is not JSON"), ("[]", "JSON object")])
+def test_a_file_that_makes_no_sense(text: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        read_config(tmp_path)

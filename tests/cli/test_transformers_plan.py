@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.hugging_face import LLAMA_1B, written
-from torchtune_adaptive.cli import plan_command as plan_module
 from torchtune_adaptive.cli.plan_options import add_arguments, parsed, plan_command
-from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.library import Plan, Speed, TransformersStep, transformers_step
 from torchtune_adaptive.library.planning import ExpertsPlan, RoutedPlan
 from torchtune_adaptive.planner import Machine
-from torchtune_adaptive.recipe import PlanRequest
 
 GIB = 1 << 30
 
@@ -198,19 +195,16 @@ def test_what_cannot_be_answered(
     assert complaint in capsys.readouterr().err
 
 
-def test_other_plans_say_whose_step_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_model_alone_is_trained_by_sft_trainer(
+    tmp_path: Path, steps: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(plan: PlanRequest, *_: Any) -> None:
-        raise NoPrediction(f"assumed: {plan.assumptions[0]}")
-
-    monkeypatch.setattr(plan_module, "_predict", stop)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    plan_command(parsed(parser, ["--hf", str(written(tmp_path, LLAMA_1B))]))
-    assert "assumed: step: torchtune's; --trainer plans" in capsys.readouterr().err
-    plan_command(parsed(parser, ["llama3_1/8B_full"]))
-    assert "--trainer" not in capsys.readouterr().err, "a config is torchtune's"
+    words = ["--hf", str(written(tmp_path, LLAMA_1B)), "--method", "lora", "--gpu", "4090"]
+    assert plan_command(parsed(parser, words)) == 0
+    [(step, device)] = steps
+    assert step.trainer == "SFTTrainer" and step.lora and device["gpu"] == "rtx4090-24gb"
+    assert "SFTTrainer on 1 rtx4090-24gb, rows of 1024 tokens" in capsys.readouterr().out
 
 
 def test_it_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:

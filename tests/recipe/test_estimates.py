@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torchtune import config
 
 from tests.helpers.benchmarks import benchmark
-from tests.helpers.hugging_face import PUBLISHED, written
-from torchtune_adaptive.cli.hugging_face import config_for
 from torchtune_adaptive.planner import estimate
 from torchtune_adaptive.recipe.plan.estimate import _decoder, estimated
 from torchtune_adaptive.recipe.plan.request import plan_request
@@ -54,19 +53,29 @@ def test_every_decoder_that_configs_train_is_known() -> None:
     assert all("vision" in one for one in unknown) and len(plans) > 90
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_arguments_of_builders_say_the_shape(method: Any, tmp_path: Path) -> None:
-    known = 0
-    for name, (found, _) in PUBLISHED.items():
-        folder = tmp_path / name.replace("/", "-")
-        folder.mkdir()
-        model = config_for(written(folder, found), method).model
-        with torch.device("meta"):
-            built = MADE["shape_of"](config.instantiate(model))
-        if (shape := _decoder(model)) is not None:
-            assert shape == built, name
-            known += 1
-    assert known >= 4
+ANY_SIZE = {"vocab_size": 96, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64}
+ANY_SIZE |= {"intermediate_dim": 80, "max_seq_len": 128}
+ADAPTERS = {"lora_attn_modules": ["q_proj"], "lora_rank": 2, "lora_alpha": 4}
+
+
+@pytest.mark.parametrize("adapters", [{}, ADAPTERS], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("llama3_1.{}llama3_1", {}),
+        ("mistral.{}mistral", {}),
+        ("qwen2.{}qwen2", {"tie_word_embeddings": True}),
+        ("gemma.{}gemma", {"head_dim": 32}),
+    ],
+)
+def test_arguments_of_builders_say_the_shape(
+    name: str, more: dict[str, Any], adapters: dict[str, Any]
+) -> None:
+    builder = f"torchtune.models.{name.format('lora_' if adapters else '')}"
+    model = OmegaConf.create({"_component_": builder, **ANY_SIZE, **more, **adapters})
+    with torch.device("meta"):
+        built = MADE["shape_of"](config.instantiate(model))
+    assert built is not None and _decoder(model) == built
 
 
 @pytest.mark.exhaustive

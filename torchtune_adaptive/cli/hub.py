@@ -6,13 +6,15 @@ reads ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE``.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from torchtune_adaptive.common import ConfigError
 
@@ -57,6 +59,27 @@ def model_of(given: str) -> GivenModel:
     if path.exists() or not is_name(given):
         return GivenModel(path.resolve().name, path)
     return _of_hub(given)
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """What the ``config.json`` of a folder says.
+
+    Raises:
+        ConfigError: there is none, or it makes no sense.
+    """
+    path = folder / _FILE
+    try:
+        about = json.loads(path.read_text())
+    except OSError as error:
+        reason = f"has no {_FILE} that can be read ({error.strerror})"
+        remedy = "Give the folder of a model, or its name on the Hub as ORG/NAME"
+        raise ConfigError("--hf", str(path.parent), reason, remedy) from None
+    except ValueError as error:
+        reason = f"is not JSON ({error})"
+        raise ConfigError("--hf", str(path), reason, "Download it again") from None
+    if not isinstance(about, dict):
+        raise ConfigError("--hf", str(path), "is not a JSON object", "Download it again")
+    return about
 
 
 def is_name(given: str) -> bool:

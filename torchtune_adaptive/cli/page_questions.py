@@ -224,10 +224,5 @@ def _command(plan: PlanRequest, arguments: argparse.Namespace) -> str:
     """What to type for the same config."""
     changes = [word for word in arguments.words if "=" in word or word.startswith("~")]
     changes = [word for word in changes if not word.startswith("batch_size=")]
-    words = ["tune-adaptive", "plan"]
-    if arguments.hf:
-        words += ["--hf", arguments.hf.given]
-        words += ["--method", arguments.method] if arguments.method else []
-    else:
-        words.append(plan.name)
+    words = ["tune-adaptive", "plan", plan.name]
     return shlex.join([*words, *words_for_machine(arguments), *changes])

@@ -17,7 +17,6 @@ from omegaconf import DictConfig
 from torchtune_adaptive.cli.answers import Answers
 from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.hub import instead_of_config
-from torchtune_adaptive.cli.hugging_face import config_for
 from torchtune_adaptive.cli.job import Job, job
 from torchtune_adaptive.cli.margin import estimate_line
 from torchtune_adaptive.cli.page_questions import PageTables, tables_for
@@ -66,7 +65,6 @@ from torchtune_adaptive.recipe import (
 )
 
 _LENGTHS = ("max_seq_len", "max_length", "seq_len")
-_WHOSE_STEP = "step: torchtune's; --trainer plans that of transformers' Trainer and of TRL's"
 
 _WORK: dict[Callable[..., Any], str] = {
     predict: "alternatives",
@@ -95,8 +93,6 @@ def plan_config(
         machine=machine,
     )
     plan = again()
-    if arguments.hf:
-        plan = replace(plan, assumptions=(_WHOSE_STEP, *arguments.hf.about, *plan.assumptions))
     warn_of_unused_keys(cfg, plan.asked.kind)
     tables = tables_for(plan, arguments, again)
     try:
@@ -126,11 +122,8 @@ def _config(arguments: argparse.Namespace) -> tuple[str, DictConfig]:
         del names[0]  # which recipe it is for can be seen from the config
     if arguments.config:
         names.append(arguments.config)
-    if len(names) > 1 - bool(arguments.hf):
+    if len(names) > 1:
         raise ConfigError("KEY=VALUE", names[0], "is not an override", "Write key=value")
-    if arguments.hf:
-        cfg = config_for(arguments.hf.folder, arguments.method or "full")
-        return arguments.hf.name, _changed(cfg, overrides)
     if arguments.method:
         remedy = "Use a config of that method"
         raise ConfigError("--method", arguments.method, "is for --hf", remedy)

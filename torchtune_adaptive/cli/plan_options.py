@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtune_adaptive.cli.hub import model_of
-from torchtune_adaptive.cli.hugging_face import METHODS
 from torchtune_adaptive.cli.machine_options import add_arguments as add_machine_options
 from torchtune_adaptive.cli.machine_options import machine_told
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile, read_file
 from torchtune_adaptive.cli.recipes import require_recipes
 from torchtune_adaptive.cli.transformers_plan import (
     GENERATING,
+    METHODS,
     plan_transformers,
     refuse_unused_options,
 )
@@ -45,7 +45,7 @@ examples:
     tune-adaptive plan llama3_1/8B_qlora_single_device --compare 4090,a6000,h100
     tune-adaptive plan llama3_1/8B_full --nproc 8 --gpu h100 --fastest
   a model of the Hub, by its config.json, as TRL trains it:
-    tune-adaptive plan --hf Qwen/Qwen3-8B --trainer SFTTrainer --method lora --gpu 4090
+    tune-adaptive plan --hf Qwen/Qwen3-8B --method lora --gpu 4090 dtype=bfloat16
   what a file of Axolotl, LLaMA-Factory or TRL trains:
     tune-adaptive plan axolotl.yaml --gpu 4090 micro_batch_size=4
 """
@@ -58,17 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--hf",
         metavar="MODEL",
-        help="instead of a config: a model of the Hugging Face Hub (ORG/NAME), of which only config.json is "
-        "downloaded, or a folder with that file (Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3; with --trainer "
-        "SFTTrainer any causal language model)",
+        help="instead of a config: any causal language model of transformers, as the name of a model of the "
+        "Hugging Face Hub (ORG/NAME), of which only config.json is downloaded, or a folder with that file",
     )
     add(
         "--trainer",
-        choices=("torchtune", "Trainer", "SFTTrainer", "DPOTrainer", *GENERATING),
-        default="torchtune",
-        help="the training step to plan for a --hf model: torchtune's, or that of transformers' Trainer or "
-        "of one of TRL's trainers, whose settings are then the overrides, e.g. per_device_train_batch_size=4 "
-        "(default: torchtune)",
+        choices=("Trainer", "SFTTrainer", "DPOTrainer", *GENERATING),
+        help="whose step to plan for a --hf model: transformers' Trainer's or that of one of TRL's trainers, "
+        "whose settings are the overrides, e.g. per_device_train_batch_size=4 (default: SFTTrainer)",
     )
     add(
         "--accelerate",
@@ -184,7 +181,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     ranks, gpu = _gpus(arguments.nproc, gpu, nodes, file.ranks if file else None)
     if arguments.seq_len is not None and arguments.seq_len < 2:
         raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
-    of_others = file is not None or arguments.trainer != "torchtune"
+    if arguments.hf and not file:
+        arguments.trainer = arguments.trainer or "SFTTrainer"
+    of_others = file is not None or arguments.trainer is not None
     if of_others:
         refuse_unused_options(arguments, file)
     if file and file.settings.get("fsdp") and ranks == 1:
@@ -199,7 +198,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError("--trainer", arguments.trainer, "is for --hf", remedy)
     if of_others:
         return EXIT_STATUS[plan_transformers(arguments, ranks, gpu, memory, machine, file)]
-    require_recipes("plan without --hf MODEL --trainer SFTTrainer")
+    require_recipes("plan without --hf MODEL")
     from torchtune_adaptive.cli.plan_command import plan_config
 
     return EXIT_STATUS[plan_config(arguments, ranks, gpu, memory, machine)]
@@ -213,8 +212,7 @@ def _trainer_file(arguments: argparse.Namespace) -> TrainerFile | None:
     launch = arguments.accelerate
     file = None
     if len(names) == 1 and Path(names[0]).is_file():
-        asked = None if arguments.trainer == "torchtune" else arguments.trainer
-        file = read_file(Path(names[0]), changes, launch, asked, arguments.seq_len)
+        file = read_file(Path(names[0]), changes, launch, arguments.trainer, arguments.seq_len)
     if launch and not file:
         reason = "goes with a file of another trainer"
         raise ConfigError("--accelerate", str(launch), reason, "Name that file first")

@@ -192,7 +192,7 @@ def _command(arguments: argparse.Namespace, file: TrainerFile | None, rows_key: 
         words.append(str(file.path))
     given = {
         "--hf": arguments.hf.given if not file or arguments.hf.given != file.model else None,
-        "--trainer": arguments.trainer if not file or arguments.trainer != "torchtune" else None,
+        "--trainer": arguments.trainer,
         "--method": arguments.method,
         "--accelerate": arguments.accelerate,
     }

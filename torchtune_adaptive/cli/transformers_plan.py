@@ -1,4 +1,4 @@
-"""``plan --hf MODEL --trainer NAME``: the step of transformers' Trainer or of TRL's, in their words."""
+"""``plan --hf MODEL``: the step of transformers' Trainer or of TRL's, in their words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from torchtune_adaptive.cli.hugging_face import Method, read_config
+from torchtune_adaptive.cli.hub import read_config
 from torchtune_adaptive.cli.job import Job, job
 from torchtune_adaptive.cli.margin import caution, caution_of_retries, estimate_line, peak_of
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile
@@ -39,6 +39,7 @@ from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Machine, gpus
 if TYPE_CHECKING:
     from torchtune_adaptive.library import Plan, TransformersStep
 
+METHODS = ("full", "lora", "qlora")
 GENERATING = ("GRPOTrainer", "RLOOTrainer")
 """TRL's trainers that generate the rows they train on."""
 _HEADROOM = 0.05
@@ -82,6 +83,8 @@ def plan_transformers(
     if not is_named:  # how fast a GPU is does not follow from its memory
         plan = replace(plan, speed=None)
     hints = () if step.in_one_row else ("padded=True or False says whether rows are padded",)
+    if step.dtype == "float32":
+        hints += ("dtype=bfloat16 is for a model that is loaded in that type",)
     told = (*arguments.hf.about, *(file.notes if file else hints))
     told += plan.assumptions if plan.speed else assumptions
     if is_named and plan.speed is None and step.trainer not in GENERATING:
@@ -169,7 +172,7 @@ def refuse_unused_options(arguments: argparse.Namespace, file: TrainerFile | Non
     for name in (*_UNUSED, *(_OF_STEPS if trainer in GENERATING else ())):
         if value := getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
-            remedy = "Leave it out, or plan torchtune's step"
+            remedy = "Leave it out, or plan one of torchtune's configs"
             shown = str(value) if isinstance(value, Path) else value
             raise ConfigError(option, shown, "is not for this step", remedy)
 
@@ -193,7 +196,7 @@ def _step(arguments: argparse.Namespace, ranks: int) -> TransformersStep:
     if arguments.seq_len:
         length = "max_prompt_length" if arguments.trainer in GENERATING else "max_length"
         settings[length] = arguments.seq_len
-    method: Method = arguments.method or "full"
+    method = arguments.method or METHODS[0]
     if arguments.trainer == "Trainer":  # whose defaults differ
         # What prepares a quantized model switches checkpointing on.
         prepared = method == "qlora" or settings.get("load_in_8bit") is True

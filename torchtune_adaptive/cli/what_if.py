@@ -12,7 +12,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.cli.hugging_face import ADAPTERS
 from torchtune_adaptive.common import counted
 from torchtune_adaptive.core import knobs
 from torchtune_adaptive.recipe import (
@@ -27,6 +26,13 @@ from torchtune_adaptive.recipe import (
     overrides,
 )
 
+_ADAPTERS = {
+    "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
+    "apply_lora_to_mlp": True,
+    "lora_rank": 8,
+    "lora_alpha": 16,
+}
+"""Adapters that torchtune's own LoRA configs train."""
 _EIGHT_BIT = "torchao.optim.AdamW8bit"
 _SPLITS = (2, 4, 8)
 """Ranks over which layers may be split; more would not be in one machine."""
@@ -157,7 +163,7 @@ def _other_parts(asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
     of_full = ("optimizer_in_bwd", "ac_mode", TENSORS, _PLAN)
     not_for_adapters = {key: None for key in of_full if cfg.get(key)}
     if _exists(adapted := f"{module}.lora_{name}"):
-        model = {"_component_": adapted, **given, **ADAPTERS}
+        model = {"_component_": adapted, **given, **_ADAPTERS}
         yield "LoRA (rank 8)", {"model": model, **not_for_adapters}
         if not asked["quantizer"]:
             yield "QLoRA (rank 8)", {"model": {**model, "quantize_base": True}, **not_for_adapters}

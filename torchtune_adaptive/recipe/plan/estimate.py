@@ -29,7 +29,6 @@ _ARGUMENTS = {
     "longest": "max_seq_len",
 }
 """Arguments of builders of any size."""
-_OURS, _LLAMAS = "torchtune_adaptive.recipe.decoders", "torchtune.models.llama3_1.llama3_1_"
 _ADAPTERS_OF_MLP = ("w1", "w2", "w3")
 _STATE = {"torch.optim.AdamW": 4.0, "torch.optim.Adam": 4.0, "torchao.optim.AdamW8bit": 2 + 2 / 64}
 """Bytes of the state for each number; of 8 bits, with a scale of 4 bytes for each block of 256."""
@@ -58,10 +57,7 @@ def _decoder(model: DictConfig) -> estimate.Decoder | None:
     if shape := shapes.get(f"{module}.{name}"):
         return shape
     # A builder of any size has it in its arguments. What else it is, one of its models shows.
-    if model.get("qk_norm"):
-        return None
-    own = module == _OURS
-    beginning = _LLAMAS if own else f"{module}.{name}_"
+    beginning = f"{module}.{name}_"
     like = next((one for builder, one in shapes.items() if builder.startswith(beginning)), None)
     if like is None or any(key not in model for key in _ARGUMENTS.values()):
         return None
@@ -70,7 +66,7 @@ def _decoder(model: DictConfig) -> estimate.Decoder | None:
     head_dim = int(model.get("head_dim") or arguments["embed"] // heads)
     in_each_layer = like.positions >= like.layers
     positions = like.positions // like.layers * layers if in_each_layer else like.positions
-    tied = like.tied if "qwen" not in module and not own else False
+    tied = like.tied if "qwen" not in module else False
     return replace(
         like,
         **arguments,
