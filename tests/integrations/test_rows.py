@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -115,16 +117,75 @@ def test_rows_outlive_a_collate_function_that_empties_them() -> None:
     batch = keeping([{"x": 1}, {"x": 2}])
     assert batch.rows == [{"x": 1}, {"x": 2}] and batch.inputs["x"].tolist() == [1, 2]
     assert keeping.again(batch.rows[:1])["x"].tolist() == [1]
-    keeping.require_repeatable(batch)
+    keeping.require_repeatable(batch, CPU)
 
 
 def test_a_collate_function_that_masks_at_random_is_refused() -> None:
-    def masking(rows: list[int]) -> dict[str, Any]:
-        return {"input": [torch.tensor(rows), torch.rand(3)]}
+    for random_batch in (
+        lambda: {"input": [torch.tensor([1]), torch.rand(3)]},
+        lambda: {"input": np.random.rand(3)},
+        lambda: Batch(torch.rand(3)),
+        lambda: Slotted(torch.rand(3)),
+        lambda: {"text": str(random.random()), "number": 1},
+        lambda: [random.random()],
+    ):
+        keeping = Keeping(lambda rows, made=random_batch: made())  # type: ignore[misc]
+        with pytest.raises(UsageError, match=r"data_collator: function makes another batch"):
+            keeping.require_repeatable(keeping([1, 2]), CPU)
 
-    keeping = Keeping(masking)
-    with pytest.raises(UsageError, match=r"data_collator: function makes another batch"):
-        keeping.require_repeatable(keeping([1, 2]))
+
+@dataclass
+class Batch:
+    """A batch that is no mapping."""
+
+    x: Any
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("x",)
+    x: Any
+
+
+class Opaque:
+    __slots__ = ("x",)
+
+
+def test_a_batch_that_is_made_again_is_the_same_with_nan_and_whatever_it_is_made_of() -> None:
+    def collate(rows: list[int]) -> dict[str, Any]:
+        nan = torch.tensor([1.0, float("nan")])
+        text = [np.array(["a", "b"]), "text", None, {1, 2}, float("nan"), len, lambda: 0]
+        return {"x": nan, "y": nan.numpy().copy(), "z": Batch(nan.clone()), "others": text}
+
+    keeping = Keeping(collate)
+    keeping.require_repeatable(keeping([1]), CPU)
+
+
+def test_a_batch_that_cannot_be_compared_is_refused_by_its_type() -> None:
+    keeping = Keeping(lambda rows: {"x": Opaque()})
+    with pytest.raises(UsageError, match=r"data_collator: function puts a Opaque into its batches"):
+        keeping.require_repeatable(keeping([1]), CPU)
+
+
+def test_to_look_whether_a_batch_is_the_same_draws_no_random_numbers() -> None:
+    def drawing(rows: list[int]) -> torch.Tensor:
+        random.random(), np.random.rand(), torch.rand(1)
+        return torch.tensor(rows)
+
+    keeping = Keeping(drawing)
+    batch, seeds = (
+        keeping([1]),
+        (random.getstate(), torch.get_rng_state(), np.random.get_state()[1]),
+    )
+    keeping.require_repeatable(batch, CPU)
+    assert random.getstate() == seeds[0] and torch.equal(torch.get_rng_state(), seeds[1])
+    assert np.array_equal(np.random.get_state()[1], seeds[2])
+
+
+def test_a_loader_that_looks_into_a_batch_is_told_so() -> None:
+    batch = Keeping(torch.tensor)([1, 2])
+    with pytest.raises(UsageError, match=r"get_train_dataloader: your loader looks into a batch"):
+        batch["input_ids"]
 
 
 def test_numbers_of_nested_batches() -> None:

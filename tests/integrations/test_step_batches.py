@@ -119,6 +119,8 @@ def test_what_is_not_divided() -> None:
     chosen = DataLoader(Rows(8), batch_sampler=own, collate_fn=Keeping(padded))
     assert not divide(chosen, 4, 2, larger=False), "batches may have any rows"
     assert not divide([], 4, 2, larger=False)
+    any_order, _ = loader_of(num_workers=2, in_order=False)
+    assert not divide(any_order, 4, 2, larger=False), "those of a step may come apart"
 
 
 def test_tokens_are_counted_once() -> None:

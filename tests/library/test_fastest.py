@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from tests.helpers.library import Trained, collate, failing, rows_of, tiny_model
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive import AdaptiveStep, LayerCheckpointing, UsageError, find_fastest
-from torchtune_adaptive.core import strategies
+from torchtune_adaptive.core import Probe, strategies
 
 LAYERS, WIDTH, ROWS = 8, 8, 8
 
@@ -20,7 +21,12 @@ LAYERS, WIDTH, ROWS = 8, 8, 8
 class Run:
     """A chain of layers that keep much, trained within a memory limit."""
 
-    def __init__(self, limit: str | None = None, checkpointed: int | None = None) -> None:
+    def __init__(
+        self,
+        limit: str | None = None,
+        checkpointed: int | None = None,
+        configured: list[bool] | None = None,
+    ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(
             *(
@@ -31,7 +37,7 @@ class Run:
             )
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.layers = LayerCheckpointing(list(self.model))
+        self.layers = LayerCheckpointing(list(self.model), configured=configured)
         self.step = AdaptiveStep(
             self.model,
             self.optimizer,
@@ -131,6 +137,61 @@ def test_nothing_changes_where_nothing_gains() -> None:
     size = find_fastest(run.step, worst, rows=ROWS)
     assert (size, size.checkpointed, size.gain) == (8, 8, 1.0)
     assert size.why == "all 8 layers checkpointed, as fewer gain nothing"
+
+
+EVERY_SECOND = [True, False] * (LAYERS // 2)
+
+
+def test_configured_layers_stay_where_nothing_gains() -> None:
+    for on, kept in ((EVERY_SECOND, 4), ([False] * LAYERS, 0), ([True] * 3 + [False] * 5, 3)):
+        run = Run("1GiB", configured=on)
+        assert [each == "everything" for each in recomputed(run)] == on
+        run.step.train_step.memory.clock = iter(range(1000)).__next__  # type: ignore[method-assign]
+        size = find_fastest(run.step, worst, rows=ROWS)
+        assert [each == "everything" for each in recomputed(run)] == on
+        assert (size, size.checkpointed, size.gain) == (8, kept, 1.0)
+        assert size.why == f"{kept} of 8 layers checkpointed, as configured: others gain nothing"
+
+
+def test_configured_layers_are_one_of_the_ways_that_are_timed() -> None:
+    """With the largest micro-batch that fits with them, and no other is compared with it."""
+    run = Run("12MiB", configured=EVERY_SECOND)
+    counting(run)
+    tried: list[tuple[int, str]] = []
+    timed = Probe.timed
+
+    def noted(probe: Probe, name: str, batches: Any, steps: int) -> Any:
+        tried.append((len(batches[0][0]), run.layers.now))
+        return timed(probe, name, batches, steps)
+
+    with mock.patch.object(Probe, "timed", noted):
+        size = find_fastest(run.step, worst, rows=ROWS, headroom=0.0)
+    own = [rows for rows, layers in tried if layers == "configured"]
+    largest = max(rows for rows, layers in tried if layers == "all")
+    assert own and 0 < own[0] <= largest
+    assert (
+        "configured, " not in size.why and "x the speed of the 4 that were configured" in size.why
+    )
+
+
+def test_where_configured_layers_do_not_fit_all_are_in_their_place() -> None:
+    limit = "1MiB"
+    run, same = Run(limit, configured=[False] * 7 + [True]), Run(limit)
+    for each in (run, same):
+        each.step.train_step.memory.clock = iter(range(1000)).__next__  # type: ignore[method-assign]
+    sizes = [find_fastest(each.step, worst, rows=ROWS) for each in (run, same)]
+    assert sizes[0] == sizes[1] and sizes[0].checkpointed == sizes[1].checkpointed
+    assert sizes[0].why == sizes[1].why
+
+
+def test_a_run_that_is_resumed_has_its_configured_layers() -> None:
+    run, other = (Run(configured=EVERY_SECOND) for _ in range(2))
+    run.take(4)
+    other.step.checkpoint_layers(0)
+    other.step.load_state_dict(run.step.state_dict())
+    assert [each == "everything" for each in recomputed(other)] == EVERY_SECOND
+    with pytest.raises(UsageError, match=r"^configured: it says of 2 layers"):
+        LayerCheckpointing(list(run.model), configured=[True, False])
 
 
 def lost_and_resumed(way: str) -> list[Any]:

@@ -146,8 +146,14 @@ def require_supported(trainer: Any) -> None:
             "accelerator_config: with dispatch_batches, one process makes the batches of all, and others do "
             "not have the rows. Leave it out: each process then reads the data and takes its own rows."
         )
-    if not loading.even_batches:
+    if not loading.even_batches and accelerator.num_processes > 1:
         raise UsageError("accelerator_config: even_batches must be on: ranks have the same rows.")
+    strategy = getattr(args, "train_sampling_strategy", None)
+    if strategy == "batch_rebalance" and accelerator.num_processes > 1:
+        raise UsageError(
+            "train_sampling_strategy: with batch_rebalance, processes have batches with different numbers of "
+            "rows, and must have the same. Use group_by_length."
+        )
 
 
 def _require_dropout_by_sample(trainer: Any) -> None:

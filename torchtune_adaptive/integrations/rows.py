@@ -15,6 +15,7 @@ import torch
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import Generators
 from torchtune_adaptive.integrations import private
+from torchtune_adaptive.integrations.equality import NotComparable, equal
 
 _LOOKED_AT = 4096
 """Rows of a dataset that is not a table that are looked at for the longest; loading one may be slow."""
@@ -38,6 +39,12 @@ class KeptRows:
 
     def __len__(self) -> int:
         return self._number
+
+    def __getitem__(self, key: Any) -> Any:
+        raise UsageError(
+            f"get_train_dataloader: your loader looks into a batch (for {key!r}), of which there are only rows "
+            "so far. Change rows in the dataset, or batches in data_collator."
+        )
 
     @property
     def rows(self) -> list[Any]:
@@ -139,24 +146,24 @@ class Keeping:
         # A dict's own way to copy itself is the same, sooner.
         return self.collate([r.copy() if type(r) is dict else copy.copy(r) for r in rows])
 
-    def require_repeatable(self, batch: KeptRows) -> None:
-        """Check that the same rows give the same batch again."""
-        if not _equal(self.again(batch.rows), batch.inputs):
+    def require_repeatable(self, batch: KeptRows, device: torch.device) -> None:
+        """Check that the same rows give the same batch again; draws no random numbers of the run."""
+        drawn, name = Generators(device), type(self.collate).__name__
+        try:
+            repeats = equal(self.again(batch.rows), batch.inputs)
+        except NotComparable as error:
             raise UsageError(
-                f"data_collator: {type(self.collate).__name__} makes another batch of the same rows when it "
-                "is called again, as where it masks at random. A step that is done again would not be the "
-                "same. Mask when the dataset is made."
+                f"data_collator: {name} puts a {error} into its batches, which cannot be compared when they "
+                "are made again for a step that is done again. Leave it out, or give its class an __eq__."
+            ) from None
+        finally:
+            drawn.restore()
+        if not repeats:
+            raise UsageError(
+                f"data_collator: {name} makes another batch of the same rows when it is called again, as "
+                "where it masks at random. A step that is done again would not be the same. Mask when the "
+                "dataset is made."
             )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return {*one} == {*other} and all(_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return True
 
 
 def longest(dataset: Any, collate: Callable[[list[Any]], Any], device: torch.device) -> Any:

@@ -51,8 +51,8 @@ def run_script(arguments: Sequence[str] | None = None) -> None:
         )
 
 
-def adapt_trainers(options: Adaptive, maker: str) -> set[type]:
-    """Have every trainer that is made from now on be adaptive; gives the classes of those that were made.
+def adapt_trainers(options: Adaptive, maker: str) -> dict[type, type]:
+    """Have every trainer that is made from now on be adaptive; gives the class of each class that was made.
 
     ``Trainer.__new__`` makes an object of the adaptive subclass instead. As that is an instance of the class
     that was called, Python goes on with its ``__init__``. So it does not matter where a script has its
@@ -67,15 +67,15 @@ def adapt_trainers(options: Adaptive, maker: str) -> set[type]:
         raise UsageError(
             f"transformers' Trainer cannot be imported ({error}). pip install transformers accelerate"
         ) from error
-    made: set[type] = set()
+    made: dict[type, type] = {}
 
     def new(kind: type, *_: Any, **__: Any) -> Any:
         if issubclass(kind, AdaptiveMixin):  # by the script itself
             return object.__new__(kind)
         if kind not in made:
-            made.add(kind)
+            made[kind] = adaptive(kind, options)
             _say(f"{kind.__name__} of {maker} is made adaptive")
-        return object.__new__(adaptive(kind, options))
+        return object.__new__(made[kind])
 
     Trainer.__new__ = new
     return made

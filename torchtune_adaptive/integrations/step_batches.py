@@ -86,7 +86,8 @@ class StepBatches:
 def divide(loader: Any, rows: int, of_step: int, larger: bool) -> bool:
     """Let a loader divide steps by the size of its ``Keeping``; whether it can. accelerate may be around it.
 
-    Not where its batches are chosen otherwise than by their number of rows, or where none cannot be loaded.
+    Not where its batches are chosen otherwise than by their number of rows, or where none cannot be loaded;
+    nor where batches come in any order, as those of a step then need not belong together.
 
     Args:
         rows: those of a batch.
@@ -101,7 +102,7 @@ def divide(loader: Any, rows: int, of_step: int, larger: bool) -> bool:
         return False
     if getattr(batches, "split_batches", False) or not _loads_nothing(base.dataset):
         return False
-    if keeping is None:
+    if keeping is None or not base.in_order:
         return False
     if larger and base.num_workers:
         ahead = of_step + -(-of_step // base.num_workers)

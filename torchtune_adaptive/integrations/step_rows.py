@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from math import gcd, prod
 from typing import Any
 
@@ -42,12 +42,7 @@ class StepRows:
         """
         share, left = divmod(self.number, processes)
         if left:
-            raise UsageError(
-                f"resume_from_checkpoint: its steps have {counted(self.number, 'row')}, which "
-                f"{counted(processes, 'process', 'processes')} cannot share equally. Processes that can: "
-                f"{can_share(self.number, processes)}. For steps of another size, change the batch "
-                "size or the accumulation."
-            )
+            raise cannot_share("its steps have", self.number, processes)
         batches = max(n for n in range(1, self.accumulation + 1) if share % n == 0)
         return StepRows(share // batches, batches, processes)
 
@@ -67,67 +62,52 @@ class DealtSteps:
     """The batch sampler of a process, in whose steps all processes have the rows of those that the run began
     with. They are dealt out one by one, so that a batch that is not full has some for each."""
 
-    def __init__(self, batches: Any, began: StepRows, rows: StepRows, process: int) -> None:
-        self._batches, self._began, self._rows, self._process = batches, began, rows, process
-        self._sampler = getattr(batches, "batch_sampler", batches).sampler
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._batches, name)  # accelerate looks for the sampler, to set its epoch
-
-    @property
-    def in_last(self) -> int:
-        """The rows of the last step of an epoch, if it is not full. accelerate fills the batches of several
-        processes with the first rows of the epoch."""
-        left, began = len(self._sampler) % self._began.number, self._began
-        over = left % (began.batch * began.processes)
-        if over and self._batches.drop_last:
-            return left - over
-        return left - over + began.batch * began.processes if over and began.processes > 1 else left
+    def __init__(self, inner: BatchSampler, began: StepRows, rows: StepRows, process: int) -> None:
+        self._began, self._process = began, process
+        # What accelerate looks at, such as the sampler, to set its epoch.
+        self.batch_sampler, self.batch_size, self.num_processes = inner, rows.batch, rows.processes
+        # On several processes, it fills batches with the first rows of the epoch.
+        number, at_once = len(inner.sampler), began.batch * began.processes  # type: ignore[arg-type]
+        filled = -number % at_once if began.processes > 1 else 0
+        self.number = number - number % at_once if inner.drop_last else number + filled
+        """The rows of an epoch."""
 
     def __len__(self) -> int:
-        full, last = len(self._sampler) // self._began.number, self.in_last
-        return full * self._rows.accumulation - -last // (self._rows.batch * self._rows.processes)
+        return -(-self.number // (self.batch_size * self.num_processes))
 
     def __iter__(self) -> Iterator[list[int]]:
-        rows, first = iter(self._sampler), []
-        of_all, processes = self._rows.batch * self._rows.processes, self._rows.processes
-        while step := list(islice(rows, self._began.number)):
-            first = first or step
-            if len(step) < self._began.number:
-                step = [*step, *islice(cycle(first), self._began.number)][: self.in_last]
-            for start in range(0, len(step), of_all):
-                yield step[start : start + of_all][self._process :: processes]
+        rows = iter(self.batch_sampler.sampler)
+        first = [*islice(rows, self._began.number)]
+        rows = islice(chain(first, rows, cycle(first)), self.number)
+        while batch := [*islice(rows, self.batch_size * self.num_processes)]:
+            yield batch[self._process :: self.num_processes]
 
 
 def deal(loader: Any, began: StepRows, rows: StepRows, process: int) -> int | None:
-    """Let a loader deal out the steps of a run that began on other processes, and give ``in_last``. Not on as
-    many processes, and where batches are chosen otherwise than by their number of rows: that is None.
-
-    Raises:
-        UsageError: the last step of an epoch has fewer rows than there are processes.
-    """
+    """Let a loader deal out the steps of a run that began on other processes, and give the rows of an epoch's
+    last, 0 if it is full. None if its batches stay, as where they are not chosen by their size."""
     base = getattr(loader, "base_dataloader", loader)
     batches = getattr(base, "batch_sampler", None)
     inner = getattr(batches, "batch_sampler", batches)
-    if began.processes == rows.processes or type(inner) is not BatchSampler:
+    if began.processes == rows.processes or getattr(batches, "split_batches", False):
         return None
-    if inner.batch_size != rows.batch or getattr(batches, "split_batches", False):
+    if type(inner) is not BatchSampler or inner.batch_size != rows.batch:
         return None
-    dealt = DealtSteps(batches, began, rows, process)
-    if 0 < dealt.in_last < rows.processes:
-        raise cannot_share_last(dealt.in_last, rows)
+    dealt = DealtSteps(inner, began, rows, process)
+    last = dealt.number % began.number
+    if 0 < last < rows.processes:
+        raise cannot_share("the last step of an epoch has", last, rows.processes, began.number)
     private.replace_batch_sampler(base, lambda _: dealt)
-    return dealt.in_last
+    return last
 
 
-def cannot_share_last(last: int, rows: StepRows) -> UsageError:
-    """The error where the last step of an epoch has so many rows, too few or not equally many for each."""
+def cannot_share(which: str, rows: int, processes: int, of_others: int = 0) -> UsageError:
+    """The error where processes cannot have equally many rows of a step, whose others have ``of_others``."""
     return UsageError(
-        f"resume_from_checkpoint: the last step of an epoch has {counted(last, 'row')}, which "
-        f"{counted(rows.processes, 'process', 'processes')} cannot share equally. Processes that can: "
-        f"{can_share(gcd(last, rows.number), rows.processes)}."
+        f"resume_from_checkpoint: {which} {counted(rows, 'row')}, which "
+        f"{counted(processes, 'process', 'processes')} cannot share equally. Processes that can: "
+        f"{can_share(gcd(rows, of_others), processes)}. For steps of another size, change the batch size or "
+        "the accumulation."
     )
 
 

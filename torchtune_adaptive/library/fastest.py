@@ -29,7 +29,8 @@ class FastestSize(BatchSize):
     checkpointed: int
     """The number of layers that are checkpointed."""
     gain: float
-    """The speed, as a multiple of that with all layers checkpointed and the largest micro-batch."""
+    """The speed, as a multiple of that with all layers checkpointed, or those that were configured, and the
+    largest micro-batch."""
     said: str
     """What was chosen, what it gains, and why no fewer layers are checkpointed."""
 
@@ -44,6 +45,8 @@ class _Way:
     """A way to take a step, and what is known of it."""
 
     size: int
+    layers: str
+    """The name of those that are checkpointed."""
     checkpointed: int
     trouble: str = ""
     """What happens with fewer layers checkpointed."""
@@ -73,8 +76,9 @@ def find_fastest(
     """Find the number of checkpointed layers and the micro-batch that train fastest, and leave no trace.
 
     The largest micro-batch with all layers checkpointed comes first. For it, its half, and so on, trials find
-    the fewest layers that must be checkpointed, until that is none. Whole steps of ``rows`` rows are timed in
-    each way, in turns; the time of the slowest rank counts. Where nothing gains, all stay checkpointed.
+    the fewest layers that must be checkpointed, until that is none, and whether those fit that were
+    configured. Whole steps of ``rows`` rows are timed in each way, in turns; the time of the slowest rank
+    counts. Where nothing gains, the layers that were configured stay checkpointed: by default, all.
 
     Args:
         step: the step that training will take, with a ``LayerCheckpointing``.
@@ -109,13 +113,12 @@ def find_fastest(
     )
     sizes = candidates(rounding, int(largest), min(rows, ceiling or rows))
     comparing = _Comparing(step, layers, CheckedBatch(worst_case), rows, sizes, headroom)
-    own = _Way(int(largest), layers.layers)
-    chosen = own
+    chosen = most = comparing.way(int(largest), layers.layers)
     try:
-        chosen, said = comparing.choose(own)
+        chosen, own, said = comparing.choose(most)
     finally:
         step.restore()
-        step.checkpoint_layers(chosen.checkpointed)
+        step.checkpoint_layers(chosen.layers)
     found = FastestSize(chosen.size)
     found.status, found.trials = largest.status, largest.trials
     found.checkpointed = chosen.checkpointed
@@ -137,8 +140,16 @@ class _Comparing:
     """Those that may be found, ascending; the last is the largest that fits."""
     headroom: float
 
-    def choose(self, own: _Way) -> tuple[_Way, str]:
-        """The fastest way, and a line about it."""
+    def way(self, size: int, layers: int | str, trouble: str = "") -> _Way:
+        """A way with so many layers checkpointed, or those of a name."""
+        self.step.checkpoint_layers(layers)
+        return _Way(size, self.layers.now, self.layers.checkpointed, trouble)
+
+    def choose(self, most: _Way) -> tuple[_Way, _Way, str]:
+        """The fastest way, that with the layers that were configured, and a line about the first.
+
+        If not even one row fits with those, ``most`` is in their place: all layers, and the most rows.
+        """
         probe = Probe(
             step=self.step.train_step,
             accumulation=lambda size: -(-self.rows // size),
@@ -146,29 +157,43 @@ class _Comparing:
             entering=log.debug,
         )
         with probe:
-            tried = self._ways(probe, own)
+            tried = self._ways(probe, most)
+            own = next((way for way in tried if way.layers == self.layers.configured), most)
             ways = self._timed(probe, tried) if len(tried) > 1 else tried
         if len(tried) == 1:
-            return own, f"{self._all} checkpointed, as no fewer fit"
+            return most, most, f"{self._said(most)}, as no fewer fit"
         if own not in ways or len(ways) == 1:
-            return own, f"{self._all} checkpointed, as memory ran out while steps were timed"
+            kept = own if own in ways else most
+            return kept, kept, f"{self._said(kept)}, as memory ran out while steps were timed"
         # Of two that are as fast, the one that checkpoints more has more memory left.
         fastest = min(ways, key=lambda way: (way.time, -way.checkpointed))
         chosen = fastest if fastest.time <= (1 - _GAIN) * own.time else own
-        return chosen, self._line(chosen, fastest, own)
+        return chosen, own, self._line(chosen, fastest, own)
 
-    def _ways(self, probe: Probe, own: _Way) -> list[_Way]:
-        """Each size with the fewest layers, until none must be checkpointed: a size that fits without, as a
-        caller may have had, is then not faster than one of these for its size."""
-        ways, size = [own], own.size
-        while ways[-1].checkpointed:
-            fewest, trouble = self._fewest(probe, size)
-            if fewest < ways[-1].checkpointed:
-                ways.append(_Way(size, fewest, trouble))
+    def _ways(self, probe: Probe, most: _Way) -> list[_Way]:
+        """Each size with the fewest layers, until none must be checkpointed: a size that fits without is then
+        not faster than one of these for its size. And the layers that were configured, in the largest of
+        these sizes that fits."""
+        ways, size, fewest = [most], most.size, most.checkpointed
+        anyway = {self.layers.name(0), most.layers}
+        missing = {self.layers.configured} - anyway
+        while fewest:
+            if missing and not self._trouble(probe, size, self.layers.configured):
+                ways.append(self.way(size, missing.pop()))
+            number, trouble = self._fewest(probe, size)
+            if number < fewest:
+                fewest = number
+                ways.append(self.way(size, fewest, trouble))
             if size == 1:
                 break
             size = max(each for each in self.sizes if each <= size // 2)
         return ways
+
+    def _trouble(self, probe: Probe, size: int, layers: int | str) -> str:
+        """What happens with micro-batches of this size and these layers checkpointed, if it does not fit."""
+        self.step.checkpoint_layers(layers)
+        tried = probe.trial(size, self.worst)
+        return "" if tried.fits else f"{self.layers.now}: {tried.deciding.trouble}"
 
     def _fewest(self, probe: Probe, size: int) -> tuple[int, str]:
         """The fewest layers that must be checkpointed with micro-batches of this size, and why no fewer."""
@@ -176,11 +201,9 @@ class _Comparing:
 
         def fits(checkpointed: int) -> bool:
             nonlocal trouble
-            self.step.checkpoint_layers(checkpointed)
-            tried = probe.trial(size, self.worst)
-            if not tried.fits:
-                trouble = f"{self.layers.name(checkpointed)}: {tried.deciding.trouble}"
-            return tried.fits
+            found = self._trouble(probe, size, checkpointed)
+            trouble = found or trouble
+            return not found
 
         return strategies.fewest(self.layers.layers, fits), trouble
 
@@ -188,7 +211,7 @@ class _Comparing:
         """Those whose steps do not run out of memory, timed."""
         for _ in range(_ROUNDS):
             for way in list(ways):
-                self.step.checkpoint_layers(way.checkpointed)
+                self.step.checkpoint_layers(way.layers)
                 whole, rest = divmod(self.rows, way.size)
                 batches = [self.worst(way.size) for _ in range(whole)]
                 batches += [self.worst(rest)] if rest else []
@@ -199,18 +222,21 @@ class _Comparing:
                     way.seconds += seconds
         return ways
 
-    @property
-    def _all(self) -> str:
-        return f"all {counted(self.layers.layers, 'layer')}"
+    def _said(self, way: _Way) -> str:
+        layers = self.layers.layers
+        which = "all" if way.checkpointed == layers else f"{way.checkpointed} of"
+        return f"{which} {counted(layers, 'layer')} checkpointed"
 
     def _line(self, chosen: _Way, fastest: _Way, own: _Way) -> str:
         gain = own.time / fastest.time
         spread = max(fastest.spread, own.spread)
+        is_all = own.checkpointed == self.layers.layers
+        line = self._said(chosen)
         if chosen is own:
-            line = f"{self._all} checkpointed, as fewer gain nothing"
+            line += ", as fewer gain nothing" if is_all else ", as configured: others gain nothing"
         else:
-            line = f"{chosen.checkpointed} of {counted(self.layers.layers, 'layer')} checkpointed"
-            line += f", {gain:.2f} x the speed of all"
+            of = "all" if is_all else f"the {own.checkpointed} that were configured"
+            line += f", {gain:.2f} x the speed of {of}"
         if spread > abs(gain - 1):
             line += f", where timings vary by {spread:.0%}"
         return line + (f"; {chosen.trouble}" if chosen.trouble else "")
