@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from tests.helpers.hub import cached, hub
 from tests.helpers.hugging_face import LLAMA_1B
 from tests.helpers.runs import BIN
-from torchtune_adaptive.cli.hub import GivenModel, model_of, read_config
+from torchtune_adaptive.cli.hub import GivenModel, model_of, require_config
 from torchtune_adaptive.common import ConfigError
 
 TINY = {
@@ -181,4 +181,4 @@ def test_a_name_is_all_that_a_plan_needs(tmp_path: Path) -> None:
 def test_a_file_that_makes_no_sense(text: str, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=complaint):
-        read_config(tmp_path)
+        require_config(tmp_path)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from torchtune_adaptive.common import ConfigError
 
@@ -61,8 +60,8 @@ def model_of(given: str) -> GivenModel:
     return _of_hub(given)
 
 
-def read_config(folder: Path) -> Mapping[str, Any]:
-    """What the ``config.json`` of a folder says.
+def require_config(folder: Path) -> None:
+    """Raise if a folder has no ``config.json`` that can be read.
 
     Raises:
         ConfigError: there is none, or it makes no sense.
@@ -79,7 +78,6 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         raise ConfigError("--hf", str(path), reason, "Download it again") from None
     if not isinstance(about, dict):
         raise ConfigError("--hf", str(path), "is not a JSON object", "Download it again")
-    return about
 
 
 def is_name(given: str) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from torchtune_adaptive.cli.hub import read_config
+from torchtune_adaptive.cli.hub import require_config
 from torchtune_adaptive.cli.job import Job, job
 from torchtune_adaptive.cli.margin import caution, caution_of_retries, estimate_line, peak_of
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile
@@ -65,7 +65,7 @@ def plan_transformers(
         ConfigError: an option or a setting cannot work.
         NoPrediction: transformers is not installed, or the step cannot be traced.
     """
-    read_config(arguments.hf.folder)
+    require_config(arguments.hf.folder)
     kind = gpus.gpu(gpu or gpus.DEFAULT)
     device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
 
@@ -82,9 +82,9 @@ def plan_transformers(
     is_named = gpu is not None or memory is None
     if not is_named:  # how fast a GPU is does not follow from its memory
         plan = replace(plan, speed=None)
-    hints = () if step.in_one_row else ("padded=True or False says whether rows are padded",)
+    hints = ["padded=True or False says whether rows are padded"] * (not step.in_one_row)
     if step.dtype == "float32":
-        hints += ("dtype=bfloat16 is for a model that is loaded in that type",)
+        hints.append("dtype=bfloat16 is for a model that is loaded in that type")
     told = (*arguments.hf.about, *(file.notes if file else hints))
     told += plan.assumptions if plan.speed else assumptions
     if is_named and plan.speed is None and step.trainer not in GENERATING:

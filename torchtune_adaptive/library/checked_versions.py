@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torchtune_adaptive.common import versions_of
 
 CHECKED = {
@@ -15,7 +13,7 @@ CHECKED = {
 }
 
 
-def about_versions(names: Sequence[str]) -> tuple[str, ...]:
+def about_versions(*names: str) -> tuple[str, ...]:
     """Which versions are installed, and a warning for each that no plan was compared with, for people."""
     found = versions_of(*names)
     here = ", ".join(f"{name} {installed or 'none'}" for name, installed in found.items())

@@ -221,7 +221,8 @@ class _Moments:
         """What the backward pass of a layer needs."""
         model, in_heads = self._model, self._model.queries + self._model.keys
         attention: float = 2 * self._number * in_heads  # queries, keys, values, and the output
-        if self._step.padded and self._step.has_masks:  # keys and values for each query, and a mask of such numbers
+        if self._step.padded and self._step.has_masks:
+            # keys and values for each query, and a mask of such numbers
             attention = self._number * (4 * model.queries + self._step.max_length)
         elif self._scores:  # keys and values for each query, and the scores as shares
             attention = self._number * 4 * model.queries + self._scores

@@ -450,7 +450,7 @@ class TransformersStep:
         else:
             mask = "with padding, which costs a mask" if self.padded else "without padding"
             lines.append(f"rows: {mask}")
-        return (*lines, *about_kernels(self.folder), *about_versions(self._packages()))
+        return (*lines, *about_kernels(self.folder), *about_versions(*self._packages()))
 
     def _packages(self) -> Iterator[str]:
         """The libraries whose code the step is."""
