@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.helpers.faults import fail_at_each
 from tests.helpers.library import Trained, collate, failing, rows_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
-from torchtune_adaptive import UsageError, find_batch_size
+from torchtune_adaptive import TrainingOutOfMemory, UsageError, find_batch_size
 
 ROWS = 16
 
@@ -114,6 +115,52 @@ def test_memory_runs_out_at_operations_of_a_phase(way: str, gathers: bool, sampl
     sample = sample.every(exhaustive=1, quick=7)
     failed = run_ranks(fail_at_operations, 2, sample, way, gathers)
     assert all(failed)
+
+
+def cleared_up(way: str) -> tuple[list[int], bool, bool]:
+    """How often memory is given back in a healthy phase that gathers, in one that loses memory in its work,
+    in one that loses it at first, and in one that raises; whether parameters are as sharded after each as
+    before; and whether training goes on as without."""
+    run, memory = failing(way, Scored, gathers=True)
+    plain, healthy = Scored(way), run.score  # type: ignore[attr-defined]
+    assert isinstance(run, Scored)
+    raising = run.step.forward_only(lambda batch: [1 / 0], name="raising", gathers=True)
+    release, releases = memory.release, list[int]()
+    memory.release = lambda: (releases.append(1), release())[1]  # type: ignore[method-assign]
+    losses, counts, kinds = [run.train()], [], [[*map(type, run.model.parameters())]]
+    with memory.fail_at(0) as fault:
+        run.scores()
+    for work, operation in [(healthy, None), (healthy, fault.seen), (healthy, 1), (raising, None)]:
+        releases.clear()
+        # Where gathering is lost, so is the phase.
+        with memory.fail_at(operation), suppress(ZeroDivisionError, TrainingOutOfMemory):
+            work(run.rows, collate, 8)
+        counts.append(len(releases))
+        kinds.append([*map(type, run.model.parameters())])
+        losses.append(run.train())
+    alike = all(each == kinds[0] for each in kinds)
+    return counts, alike, losses == [plain.train() for _ in range(5)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("ranks", "way"), [(1, "alone"), (2, "fsdp")])
+def test_a_phase_that_gathers_clears_up_only_where_something_was_lost(ranks: int, way: str) -> None:
+    for (healthy, *others), sharded, as_without in run_ranks(cleared_up, ranks, way):
+        assert healthy == 0 and all(others)
+        assert sharded and as_without
+
+
+def test_a_retry_that_clears_up_after_a_phase_is_not_the_steps() -> None:
+    run, memory = failing("alone", Scored, gathers=True)
+    assert isinstance(run, Scored)
+    plain = run.step.forward_only(run.distances)
+    sizes = []
+    for phase, retries in [(run.score, 1), (run.score, 1), (run.score, 2), (plain, 1)]:
+        phase(run.rows, collate, 8)
+        memory.retried += retries
+        outcome = run.step(run.rows, collate, 8)
+        sizes.append((outcome.allocation_retries, run.step.micro_batch))
+    assert sizes == [(0, 8), (0, 8), (1, 8), (1, 4)]
 
 
 class TestRefused:
