@@ -93,7 +93,7 @@ def test_each_step_of_an_epoch_has_the_rows_that_accelerate_gave_it(
                 refused += 1
                 continue
             last = {deal(loader, began, rows, p) for p, loader in enumerate(loaders)}
-            in_last = sum(map(len, steps)) - number // began.number * began.number
+            in_last = sum(map(len, steps)) % began.number
             assert last == ({None} if before == now else {in_last})
             assert steps_of(rows, [epoch_of(loader.batch_sampler) for loader in loaders]) == steps
             ran += 1
@@ -106,7 +106,8 @@ def test_an_error_says_which_processes_can_share_the_last_step() -> None:
         deal(loaded(9, rows, 0), began, rows, 0)
     assert str(refused.value) == (
         "resume_from_checkpoint: the last step of an epoch has 1 row, which 2 processes cannot share "
-        "equally. Processes that can: 1."
+        "equally. Processes that can: 1. For steps of another size, change the batch size or the "
+        "accumulation."
     )
 
 
