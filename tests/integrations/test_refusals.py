@@ -20,11 +20,14 @@ def trainer(config: Any = None, **settings: Any) -> Any:
     plugin = settings.pop("fsdp_plugin", None)
     own = {"model": SimpleNamespace(config=config), "adaptive": Adaptive()}
     own |= {name: settings.pop(name) for name in (*own, "padding_free") if name in settings}
+    processes = settings.pop("processes", 2)
     return SimpleNamespace(
         args=SimpleNamespace(
             **{"n_gpu": 1, "accelerator_config": SimpleNamespace(**loading)} | settings
         ),
-        accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), num_processes=2),
+        accelerator=SimpleNamespace(
+            state=SimpleNamespace(fsdp_plugin=plugin), num_processes=processes
+        ),
         is_deepspeed_enabled=False,
         **own,
     )
@@ -45,6 +48,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "n_gpu: 2 devices": {"n_gpu": 2},
     "fsdp: version 1": {"fsdp_plugin": SimpleNamespace(fsdp_version=1)},
     "even_batches must be on": {"even_batches": False},
+    "train_sampling_strategy: with batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
     "accelerator_config: with dispatch_batches": {"dispatch_batches": True},
     "use_transformers_continuous_batching: True": {"use_transformers_continuous_batching": True},
     "use_transformers_paged: True": {"use_transformers_paged": True},
@@ -67,6 +71,15 @@ def test_a_setting_is_refused_by_name(message: str) -> None:
         refusals.require_supported(trainer(**MISTAKES[message]))
     assert message.replace("{}", "{'stage': 3}") in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_what_does_nothing_on_one_process_is_allowed_there() -> None:
+    for setting in (
+        {"even_batches": False},
+        {"dispatch_batches": True},
+        {"train_sampling_strategy": "batch_rebalance"},
+    ):
+        refusals.require_supported(trainer(processes=1, **setting))
 
 
 def lightning_module(**of_trainer: Any) -> Any:

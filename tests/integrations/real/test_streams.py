@@ -80,22 +80,25 @@ def test_a_stream_is_read_on_where_a_checkpoint_was_made() -> None:
     assert on_ranks(resumed, 1) == [0.0]
 
 
-def refused() -> list[str]:
-    said = []
-    for options, settings in (
-        (SEARCHING, {}),
-        (AS_CONFIGURED, {"accelerator_config": {"dispatch_batches": True}}),
-    ):
-        with pytest.raises(UsageError) as error:
-            trained("trainer", options, data=stream("trainer"), **settings)
-        said.append(str(error.value))
-    return said
+def refused() -> str:
+    settings = {"accelerator_config": {"dispatch_batches": True}}
+    with pytest.raises(UsageError) as error:
+        trained("trainer", AS_CONFIGURED, data=stream("trainer"), **settings)
+    return str(error.value)
 
 
 def test_what_is_refused() -> None:
-    """Without a length there is no longest row to try, and who is sent batches has no rows."""
+    """Who is sent batches has no rows."""
     for said in on_ranks(refused, 2):
-        assert said[0].startswith(
-            "search: a dataset that can only be iterated over has no longest row"
-        )
-        assert said[1].startswith("accelerator_config: with dispatch_batches, one process makes")
+        assert said.startswith("accelerator_config: with dispatch_batches, one process makes")
+
+
+def where_there_is_a_limit() -> float:
+    plain, ours = (trained("sft", how, data=stream("sft")) for how in (None, SEARCHING))
+    assert ours.sizes == (4, 4)
+    return distance(ours, plain)
+
+
+def test_where_there_is_a_limit_it_begins_as_configured() -> None:
+    """Without a length there is no longest row to try."""
+    assert max(on_ranks(where_there_is_a_limit, 2)) <= 1e-6

@@ -1,0 +1,342 @@
+"""transformers' own trainer, alone: loaders of one's own, trials with other arguments, and layers."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+from torchtune_adaptive import UsageError
+from torchtune_adaptive.integrations import Adaptive
+
+pytest.importorskip("accelerate")
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS
+from transformers.trainer_utils import HPSearchBackend
+
+from torchtune_adaptive.integrations import layers
+from torchtune_adaptive.integrations.mixin import AdaptiveMixin
+from torchtune_adaptive.integrations.script import adapt_trainers
+from torchtune_adaptive.integrations.trainer_step import learned_in
+from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin, adaptive
+
+LIMIT = Adaptive(memory_limit="64MiB")
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, number: int = 64) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x, self.y = torch.randn(2, number, 4, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[number], "labels": self.y[number, 0]}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("one", torch.ones(1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.layer(x * self.one)[:, 0] - labels).pow(2).mean()}
+
+
+def arguments(folder: Path, **settings: Any) -> TrainingArguments:
+    quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "log_level": "error"}
+    own = {"per_device_train_batch_size": 8, "max_steps": 4, "logging_steps": 1}
+    more = {"use_cpu": True, "learning_rate": 0.1, "dataloader_pin_memory": False}
+    return TrainingArguments(str(folder), **quiet | own | more | settings)
+
+
+@pytest.fixture(autouse=True)
+def lines(caplog: pytest.LogCaptureFixture) -> None:
+    """What is said is logged here."""
+    caplog.set_level("INFO", "torchtune_adaptive")
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+# --- trained again ----------------------------------------------------------------------------------
+
+
+class Alive(TrainerCallback):  # type: ignore[misc]
+    """Notes which models there are after each step."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.seen: list[list[int]] = []
+
+    def model(self) -> nn.Module:
+        model = Net()
+        self.made.append(weakref.ref(model))
+        return model
+
+    def on_step_end(self, *_: Any, **named: Any) -> None:
+        del named
+        gc.collect()
+        self.seen.append([number for number, model in enumerate(self.made) if model() is not None])
+
+
+def test_nothing_is_kept_of_the_model_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alive = Alive()
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    trainer = adaptive(Trainer, LIMIT)(
+        args=arguments(tmp_path, **evaluated),
+        train_dataset=Rows(),
+        eval_dataset=Rows(8),
+        model_init=alive.model,
+        callbacks=[alive],
+    )
+    for _ in range(3):
+        trainer.train()
+    assert alive.seen == [[1], [2], [3]]  # the first is made with the trainer
+    assert caplog.text.count(": it is the largest size allowed") == 3
+
+
+class Trials:
+    """A stand-in for a backend of hyperparameter search, which tries what it is given."""
+
+    given: tuple[dict[str, Any], ...] = ()
+
+    def ensure_available(self) -> None:
+        pass
+
+    def default_hp_space(self, trial: Any) -> Any:
+        return trial
+
+    def run(self, trainer: Any, n_trials: int, direction: str, **_: Any) -> list[list[float]]:
+        found = []
+        for trial in self.given[:n_trials]:
+            trainer.train(trial=dict(trial))
+            found.append(losses(trainer))
+        return found
+
+
+def searched(trainer: Any, *trials: dict[str, Any]) -> Any:
+    """The losses of each trial of ``hyperparameter_search``."""
+    backend = type("Backend", (Trials,), {"given": trials})
+    wandb = SimpleNamespace(run=SimpleNamespace(id="run"))
+    with (
+        mock.patch.dict(ALL_HYPERPARAMETER_SEARCH_BACKENDS, {HPSearchBackend.WANDB: backend}),
+        mock.patch.dict(sys.modules, {"wandb": wandb}),
+        mock.patch("transformers.integrations.hp_params", lambda trial: trial),
+    ):
+        return trainer.hyperparameter_search(
+            backend="wandb", n_trials=len(trials), compute_objective=lambda metrics: 0.0
+        )
+
+
+def test_trials_change_the_rows_of_a_step(tmp_path: Path) -> None:
+    trials = (
+        {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8},
+    )
+    plain, ours, searching = (
+        searched(
+            kind(args=arguments(tmp_path), train_dataset=Rows(), model_init=Net),
+            *trials,
+        )
+        for kind in (Trainer, adaptive(Trainer, Adaptive(search=False)), adaptive(Trainer, LIMIT))
+    )
+    assert len(plain) == 3 and len({tuple(each) for each in plain}) == 3
+    for one, other, found in zip(plain, ours, searching, strict=True):
+        assert other == pytest.approx(one, rel=1e-6) and found == pytest.approx(one, rel=1e-5)
+
+
+def test_what_a_trial_sets_is_refused_as_by_the_trainer(tmp_path: Path) -> None:
+    kind = adaptive(Trainer, LIMIT)
+    trainer = kind(args=arguments(tmp_path), train_dataset=Rows(), model_init=Net)
+    with pytest.raises(UsageError, match=r"^auto_find_batch_size: True"):
+        searched(trainer, {"auto_find_batch_size": True})
+
+
+def test_a_checkpoint_of_an_old_version_has_learned_nothing(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    assert learned_in(str(tmp_path), str(tmp_path)) is None
+
+
+# --- loaders ------------------------------------------------------------------------------------------
+
+
+class Chain:
+    """Two loaders, one after the other."""
+
+    def __init__(self, *loaders: Any) -> None:
+        self.loaders = loaders
+
+    def __len__(self) -> int:
+        return sum(map(len, self.loaders))
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in self.loaders:
+            yield from each
+
+
+class Joining(Trainer):  # type: ignore[misc]
+    def get_train_dataloader(self) -> Any:
+        return Chain(super().get_train_dataloader(), super().get_train_dataloader())
+
+
+class AdaptiveJoining(AdaptiveTrainerMixin, Trainer):  # type: ignore[misc]
+    """The same by a subclass of the mixin, which makes each of the loaders."""
+
+    adaptive = LIMIT
+
+    def get_train_dataloader(self) -> Any:
+        return Chain(super().get_train_dataloader(), super().get_train_dataloader())
+
+
+def test_loaders_that_are_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each has three batches, so a step has batches of both."""
+    found = []
+    for kind in (Joining, adaptive(Joining, LIMIT), AdaptiveJoining):
+        args = arguments(tmp_path, gradient_accumulation_steps=2, max_steps=9)
+        torch.manual_seed(1)
+        trainer = kind(Net(), args, train_dataset=Rows(24))
+        trainer.train()
+        found.append(losses(trainer))
+    plain, ours, inside = found
+    assert len(plain) == 9
+    assert ours == pytest.approx(plain, rel=1e-5) and inside == pytest.approx(plain, rel=1e-5)
+    assert "no search: the loader has no dataset with a length" in caplog.text
+
+
+def test_a_loader_that_looks_into_batches_is_refused(tmp_path: Path) -> None:
+    class Looking(Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            loader = super().get_train_dataloader()
+            return [{"x": batch["x"] * 2} for batch in loader]
+
+    trainer = adaptive(Looking)(Net(), arguments(tmp_path), train_dataset=Rows())
+    with pytest.raises(UsageError, match=r"^get_train_dataloader: your loader looks into a batch"):
+        trainer.train()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (row for row in Rows())
+
+
+def test_a_stream_trains_without_a_search(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = []
+    for kind in (Trainer, adaptive(Trainer, LIMIT)):
+        trainer = kind(Net(), arguments(tmp_path), train_dataset=Stream())
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[0] == found[1]
+    assert caplog.text.count("no search: the loader has no dataset with a length") == 1
+    for name in ("token_budget", "fastest"):
+        options = Adaptive(memory_limit="64MiB", **{name: True})
+        args = arguments(tmp_path)
+        model = llama() if name == "fastest" else Net()
+        stream = Tokens() if name == "fastest" else Stream()
+        with pytest.raises(UsageError, match=f"^{name}: the loader has no dataset with a length"):
+            adaptive(Trainer, options)(model, args, train_dataset=stream).train()
+
+
+# --- layers -------------------------------------------------------------------------------------------
+
+
+class Tokens(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        ids = torch.arange(6)
+        return ({"input_ids": ids + row, "labels": ids + row} for row in range(48))
+
+
+def llama(every: int = 0) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = LlamaConfig(num_hidden_layers=4, vocab_size=64, use_cache=False, **sizes)
+    model = LlamaForCausalLM(config)
+    if every:
+        model.activation_checkpointing_enable(every_n_layers=every)
+    return model
+
+
+def test_layers_begin_as_they_are_configured() -> None:
+    for every, expected in ((0, [False] * 4), (1, [True] * 4), (2, [True, False, True, False])):
+        model = llama(every)
+        trainer = SimpleNamespace(
+            model=model,
+            args=SimpleNamespace(torch_compile=False),
+            accelerator=SimpleNamespace(unwrap_model=lambda one: one, state=SimpleNamespace()),
+        )
+        on = lambda of=model: [each.gradient_checkpointing for each in of.model.layers]  # noqa: E731
+        relief: Any = layers.all_at_once(trainer)
+        assert (relief is None) == (every == 1)
+        if every == 2:
+            relief.use("all")
+            assert on() == [True] * 4
+            relief.use(relief.configured)
+        assert on() == expected
+        found = layers.one_by_one(trainer)
+        assert on() == expected and found.checkpointed == sum(expected)
+
+
+def test_layers_that_are_configured_are_relieved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for kind in (Trainer, adaptive(Trainer, Adaptive(search=False))):
+        args = arguments(
+            tmp_path,
+            activation_checkpointing=True,
+            activation_checkpointing_kwargs={"every_n_layers": 2},
+        )
+        trainer = kind(llama(), args, train_dataset=list(Tokens()))
+        left = [kind is not Trainer]
+
+        def lose(*_: Any, left: list[bool] = left, trainer: Any = trainer) -> None:
+            if trainer.state.global_step == 1 and left == [True]:
+                left.pop()
+                raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+
+        trainer.model.model.layers[3].register_forward_pre_hook(lose)
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert "activation checkpointing configured -> all" in caplog.text
+
+
+# --- classes ------------------------------------------------------------------------------------------
+
+
+def test_a_class_that_is_adaptive_is_left_as_it_is(tmp_path: Path) -> None:
+    kind = adaptive(Trainer, LIMIT)
+    assert adaptive(kind) is kind and adaptive(AdaptiveJoining) is AdaptiveJoining
+    other = adaptive(kind, Adaptive(headroom=0.2))
+    assert other.adaptive.headroom == 0.2 and issubclass(other, kind)
+    assert kind.adaptive == LIMIT
+    assert other(Net(), arguments(tmp_path), train_dataset=Rows()).adaptive.headroom == 0.2
+
+
+def test_a_script_has_one_class_for_each_of_its_trainers(tmp_path: Path) -> None:
+    made = adapt_trainers(LIMIT, "a script")
+    try:
+        one, two = (Trainer(Net(), arguments(tmp_path), train_dataset=Rows()) for _ in range(2))
+        other = Joining(Net(), arguments(tmp_path), train_dataset=Rows())
+    finally:
+        del Trainer.__new__
+    assert type(one) is type(two) is made[Trainer] and isinstance(one, AdaptiveMixin)
+    assert type(other) is made[Joining] is not type(one)
