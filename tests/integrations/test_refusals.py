@@ -84,7 +84,8 @@ def test_what_does_nothing_on_one_process_is_allowed_there() -> None:
 
 def lightning_module(**of_trainer: Any) -> Any:
     own = {"automatic_optimization": of_trainer.pop("automatic_optimization", True)}
-    own |= {"adaptive": of_trainer.pop("adaptive")} if "adaptive" in of_trainer else {}
+    attributes = ("adaptive", "num_items", "adaptive_num_items")
+    own |= {name: of_trainer.pop(name) for name in attributes if name in of_trainer}
     precision = SimpleNamespace(scaler=of_trainer.pop("scaler", None))
     strategy = SimpleNamespace(handles_gradient_accumulation=of_trainer.pop("handles", False))
     trainer = SimpleNamespace(precision_plugin=precision, strategy=strategy, **of_trainer)
@@ -97,22 +98,36 @@ def of_batch(batch: Any) -> None: ...
 def of_iterator(dataloader_iter: Any) -> None: ...
 
 
+class LightningModule:
+    def backward(self, loss: Any) -> None: ...
+
+
 OF_LIGHTNING: dict[str, tuple[dict[str, Any], Any]] = {
     "automatic_optimization: False": ({"automatic_optimization": False}, of_batch),
     "training_step: takes dataloader_iter": ({}, of_iterator),
     "precision: the trainer's gradient scaler": ({"scaler": object()}, of_batch),
     "dropout: by sample, but Lightning's": ({"adaptive": BY_SAMPLE}, of_batch),
     "strategy: a SimpleNamespace takes the step itself": ({"handles": True}, of_batch),
+    "num_items: what counts the terms": ({"num_items": len}, of_batch),
 }
 
 
 @pytest.mark.parametrize("message", OF_LIGHTNING)
 def test_a_setting_of_lightning_is_refused_by_name(message: str) -> None:
-    lightning._require_supported(lightning_module(), of_batch)
+    own_number = lightning_module(num_items=96)
+    lightning._require_supported(own_number, of_batch, LightningModule.backward)
     settings, training_step = OF_LIGHTNING[message]
+    module = lightning_module(**settings)
     with pytest.raises(UsageError) as error:
-        lightning._require_supported(lightning_module(**settings), training_step)
+        lightning._require_supported(module, training_step, LightningModule.backward)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_backward_and_a_function_of_the_module_of_lightning() -> None:
+    with pytest.raises(UsageError, match=r"^backward: of_batch would not be called"):
+        lightning._require_supported(lightning_module(), of_batch, of_batch)
+    own = lightning_module(num_items=len, adaptive_num_items=None)  # which is something else
+    lightning._require_supported(own, of_batch, LightningModule.backward)
 
 
 def test_a_loader_of_lightning_is_kept_as_it_was() -> None:

@@ -153,8 +153,8 @@ class Failures:
             if not self.is_survived(error):
                 if shortage := of_communicator(error):  # of a group that only the model knows
                     raise shortage from error
-                # Not of ours, nor of a connection: those end the run.
-                if not self.survives_errors or isinstance(error, (AdaptiveBatchingError, DistError)):
+                ours = isinstance(error, (AdaptiveBatchingError, DistError))
+                if ours or not self.survives_errors:
                     raise
                 self.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
             settle(error)

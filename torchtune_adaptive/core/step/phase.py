@@ -149,10 +149,10 @@ class Phase(Generic[P, R]):
         if self._recovery.shrink():
             self.adjusted(lost.trouble, before, self.size)
             return 0.0
-        trouble, seconds = f"{lost.trouble}, with a single row", next_wait(waited, self.wait_for_memory)
-        if seconds <= 0:
-            what = f"{trouble}. {self.advice}"
-            raise TrainingOutOfMemory(what.strip(), everywhere=self.gathers is None)
+        trouble = f"{lost.trouble}, with a single row"
+        if (seconds := next_wait(waited, self.wait_for_memory)) <= 0:
+            said = f"{trouble}. {self.advice}".strip()
+            raise TrainingOutOfMemory(said, everywhere=self.gathers is None)
         self.adjusted(f"{trouble}: retrying in {seconds:g} s", before, before)
         time.sleep(seconds)
         self.step.memory.release()
