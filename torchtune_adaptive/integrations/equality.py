@@ -37,7 +37,8 @@ def equal(one: Any, other: Any) -> bool:
     if is_dataclass(one):
         names = [field.name for field in fields(one)]
         return all(equal(getattr(one, name), getattr(other, name)) for name in names)
-    if type(one).__eq__ is not object.__eq__:
+    compares: Any = type(one).__eq__
+    if compares is not object.__eq__:
         return bool(_same(one, other))
     if not hasattr(one, "__dict__"):
         raise NotComparable(type(one).__name__)

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from tests.integrations.real.trainers import (
     AS_CONFIGURED,
+    LOGGED,
     SEARCHING,
     Padding,
     distance,
@@ -83,6 +84,9 @@ CASES: dict[str, list[tuple[int, dict[str, Any], str]]] = {
 }
 """On so many processes, with these settings, the beginning of the line that refuses them; or none, where
 losses are those of the plain trainer."""
+ROUNDED = {"train_sampling_strategy 3", "gradient_accumulation_kwargs 1"}
+"""Where batches have any number of rows, so that they are not the micro-batches, or the plain trainer reduces
+gradients more often."""
 
 
 def test_each_argument_of_the_installed_version_is_tested() -> None:
@@ -112,9 +116,9 @@ def settings_of(given: dict[str, Any]) -> dict[str, Any]:
     return others | ({"accelerator_config": of_accelerate} if of_accelerate else {})
 
 
-def outcome(given: dict[str, Any]) -> str | tuple[bool, float]:
-    """Why settings are refused when the trainer is made; or whether all is logged as by the plain trainer,
-    and how far losses are from it where a size is searched for."""
+def outcome(given: dict[str, Any]) -> str | tuple[float, float]:
+    """Why settings are refused when the trainer is made; or how far what is logged is from the plain trainer,
+    0 only if all is equal to the bit, and where a size is searched for."""
     from accelerate import Accelerator
 
     def run(options: Adaptive | None) -> Any:
@@ -130,8 +134,9 @@ def outcome(given: dict[str, Any]) -> str | tuple[bool, float]:
     except UsageError as refused:
         return str(refused)
     plain, ours, found = run(None), run(AS_CONFIGURED), run(SEARCHING)
-    assert found.sizes[0] > 4, "or the search finds nothing else"
-    return ours.without_times() == plain.without_times(), distance(found, plain)
+    assert found.sizes[0] > ours.sizes[0], "or the search finds nothing else"
+    same = ours.without_times() == plain.without_times()
+    return 0.0 if same else max(distance(ours, plain), 1e-9), distance(found, plain)
 
 
 def outcomes(count: int) -> dict[str, Any]:
@@ -158,8 +163,8 @@ def test_each_is_as_in_the_plain_trainer_or_refused(count: int) -> None:
                 assert isinstance(seen[name], str) and seen[name].startswith(said), (name, seen)
                 continue
             assert not isinstance(seen[name], str), (name, seen[name])
-            same, far = seen[name]
-            assert same and far <= 1e-5, (name, seen[name])
+            near, far = seen[name]
+            assert near <= (1e-6 if name in ROUNDED else 0.0) and far <= 1e-5, (name, seen[name])
 
 
 class Slow(Dataset[Any]):
@@ -209,17 +214,18 @@ def test_batches_in_any_order_are_whole_ones() -> None:
 def split(folder: str, resume: str | None) -> Any:
     settings = {"accelerator_config": {"split_batches": True}, "ragged": True}
     settings |= {"save_strategy": "steps", "save_steps": 2, "folder": folder}
-    return trained("trainer", AS_CONFIGURED, resume=resume, **settings)
+    found = trained("trainer", AS_CONFIGURED, resume=resume, **settings)
+    return found.sizes, found.column(*LOGGED), found.weights.tolist()
 
 
 def test_split_batches_are_as_large_on_fewer_processes(tmp_path: Path) -> None:
     """The rows of a step do not follow the number of processes."""
-    whole = on_ranks(split, 2, str(tmp_path / "whole"), None)[0]
-    assert whole.sizes == (2, 2), "two processes share a batch of four"
+    (sizes, *whole), _ = on_ranks(split, 2, str(tmp_path / "whole"), None)
+    assert sizes == (2, 2), "two processes share a batch of four"
     resume = str(tmp_path / "whole/checkpoint-2")
-    [fewer] = on_ranks(split, 1, str(tmp_path / "fewer"), resume)
-    assert distance(fewer, whole) <= 1e-5
-    assert float((fewer.weights - whole.weights).abs().max()) <= 1e-5
+    [(_, *fewer)] = on_ranks(split, 1, str(tmp_path / "fewer"), resume)
+    for one, other in zip(fewer, whole, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-5)
 
 
 def trials_on_ranks() -> tuple[Any, Any]:
