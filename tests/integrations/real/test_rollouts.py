@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tests.integrations.real.trainers import (
 )
 from tests.integrations.real.ways import WAYS
 from torchtune_adaptive import TrainingOutOfMemory
+from torchtune_adaptive.core import DeviceMemory
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 CLOSE = 1e-6
@@ -160,6 +162,26 @@ def with_dropout() -> tuple[bool, bool]:
 
 def test_dropout_is_on_where_the_plain_trainer_has_it_on() -> None:
     assert on_ranks(with_dropout, 1) == [(False, True)]
+
+
+def given_back(way: str = "") -> tuple[int, int]:
+    """How often a healthy training gives memory back, which collects garbage and empties the allocator's
+    cache; and one that loses memory while it generates."""
+    counts = []
+    if way == "fsdp2":
+        fsdp2_on_cpu()
+    for lost in ((), Loss(1, where="generation")):
+        release = mock.Mock()
+        with mock.patch.object(DeviceMemory, "release", release):
+            trained("grpo", AS_CONFIGURED, lost, **WAYS.get(way, {}))
+        counts.append(release.call_count)
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize(("ranks", "way"), [(1, ""), (2, "fsdp2")])
+def test_a_healthy_generation_gives_no_memory_back(ranks: int, way: str) -> None:
+    healthy, lost = zip(*on_ranks(given_back, ranks, way), strict=True)
+    assert not any(healthy) and any(lost)  # each process generates by itself
 
 
 def not_even_one_row() -> str:

@@ -289,7 +289,8 @@ class Ranks:
     def close(self) -> None:
         """Leave the group, at the end of the run and before the default group is destroyed; on all ranks.
 
-        Nobody else may use it any more. Its threads end here, unless something else still refers to it; see ``_settle_at_exit``.
+        Nobody else may use it any more. Its threads end here, unless something else still refers to it; see
+        ``_settle_at_exit``.
         """
         for part in self._parts:
             part.close()

@@ -6,7 +6,6 @@ modules, such as the longest sequence so far.
 
 from __future__ import annotations
 
-from operator import is_
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ _LOOKS = 2
 class Buffers:
     """The buffers and plain attributes of models as they were when they were kept last.
 
-    At first all are, and buffers are copied to the host. Once ``learn`` has seen what changes, only those
-    modules are looked at that have buffers, or attributes that change; and buffers are copied again, on their
-    device, only where one of their module changes in place.
+    At first all are, and buffers are copied to the host. Once ``learn`` has seen what changes, only modules
+    that have buffers, or attributes that change, are looked at; and buffers are copied, on their device, only
+    where one of their module changes in place.
     """
 
     def __init__(self, *models: nn.Module) -> None:
@@ -49,58 +48,47 @@ class Buffers:
         if self._looks:
             self._looks -= 1
             watched = [each for each in self._modules if each.has_to_be_watched()]
-            if not self._looks:
-                self._modules = watched
+            self._modules = self._modules if self._looks else watched
 
 
 class _Module:
     """The same of one module, without those inside it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = vars(module)
-        self._attributes: dict[str, Any] = {}
-        self._buffers: dict[str, torch.Tensor | None] = {}
-        self._given: list[torch.Tensor] = []
-        """Its buffers, and the attributes that are a number in a tensor."""
+        self._places: tuple[dict[str, Any], ...] = vars(module), vars(module)["_buffers"]
+        self._kept: list[dict[str, Any]] = []
+        """What was in these."""
         self._tensors: list[torch.Tensor] = []
-        """The plain tensors that they are made of."""
         self._versions: list[int] = []
         self._copies: list[torch.Tensor] = []
-        self._on_host = False
-        """Whether the copies are."""
         self._changes = False
-        """Whether one of them changes in place. Then all count as changed: BatchNorm's kernels count no
-        version of the running statistics that they write, and one of the number of batches (torch 2.13)."""
+        """Whether a tensor changes in place. Then all count as changed: BatchNorm's kernels count no version
+        of the running statistics that they write, and one of the number of batches (torch 2.13)."""
 
     def keep(self, everything: bool) -> None:
-        self._attributes, self._buffers = self._plain_attributes(), {**self._module["_buffers"]}
-        given = [each for each in self._buffers.values() if each is not None]
-        given += [each for each in self._attributes.values() if type(each) is torch.Tensor]
-        replaced = not _are(given, self._given)
-        if replaced:
-            # An inference tensor counts no versions, and no step can change it in place.
-            counted = [each for each in given if not each.is_inference()]
-            self._given = given
-            self._tensors = [plain.detach() for each in counted for plain in plain_tensors(each)]
-        else:
-            self._changes = self._changes or self._have_changed(by_value=False)
-        if not (replaced or self._changes or everything):
-            return
-        if replaced or (self._on_host and not everything):
-            place = {"device": "cpu"} if everything else {}
-            self._copies = [torch.empty_like(each, **place) for each in self._tensors]
-            self._on_host = everything
-        for tensor, copy in zip(self._tensors, self._copies, strict=True):
-            copy.copy_(tensor)
-        self._versions = [*map(version_of, self._tensors)]
+        self._kept = self._found()
+        tensors = [
+            plain
+            for each in [value for kept in self._kept for value in kept.values()]
+            # No step can change an inference tensor in place.
+            if type(each) not in _PLAIN and not each.is_inference()
+            for plain in plain_tensors(each)
+        ]
+        replaced = [*map(id, tensors)] != [*map(id, self._tensors)]
+        self._changes = self._changes or (not replaced and self._have_changed(by_value=False))
+        if replaced or self._changes or everything:
+            self._tensors, self._versions = tensors, [*map(version_of, tensors)]
+            self._copies = [
+                each.detach().to("cpu" if everything else each.device, copy=True)
+                for each in tensors
+            ]
 
+    @torch.no_grad()
     def restore(self, by_value: bool) -> None:
-        for name in self._plain_attributes().keys() - self._attributes.keys():
-            del self._module[name]
-        self._module.update(self._attributes)
-        buffers = self._module["_buffers"]
-        buffers.clear()
-        buffers.update(self._buffers)
+        for place, kept, now in zip(self._places, self._kept, self._found(), strict=True):
+            for name in now.keys() - kept.keys():
+                del place[name]
+            place.update(kept)
         self._changes = self._changes or self._have_changed(by_value)
         if self._changes:
             for tensor, copy in zip(self._tensors, self._copies, strict=True):
@@ -110,26 +98,26 @@ class _Module:
     def has_to_be_watched(self) -> bool:
         """Whether it has buffers, or attributes that have changed since they were kept."""
         self._changes = self._changes or self._have_changed(by_value=True)
-        now, before = self._plain_attributes(), self._attributes
-        replaced = now.keys() != before.keys() or not _are(now.values(), before.values())
-        return replaced or any(each is not None for each in self._buffers.values())
+        before, now = (
+            [{n: id(v) for n, v in one.items()} for one in each]
+            for each in (self._kept, self._found())
+        )
+        return before != now or any(each is not None for each in self._kept[1].values())
 
-    def _plain_attributes(self) -> dict[str, Any]:
-        return {
+    def _found(self) -> list[dict[str, Any]]:
+        """What there is now: plain attributes, numbers in tensors too, and buffers."""
+        attributes, buffers = self._places
+        plain = {
             name: value
-            for name, value in self._module.items()
+            for name, value in attributes.items()
             # Not of a tensor with a graph, which it would keep alive.
             if type(value) in _PLAIN
             or (type(value) is torch.Tensor and value.numel() == 1 and not value.requires_grad)
         }
+        return [plain, {**buffers}]
 
     def _have_changed(self, by_value: bool) -> bool:
-        if self._versions != [*map(version_of, self._tensors)]:
-            return True
         pairs = zip(self._tensors, self._copies, strict=True)
-        return by_value and not all(torch.equal(one.to(two.device), two) for one, two in pairs)
-
-
-def _are(these: Any, those: Any) -> bool:
-    """Whether they are the same objects, one by one."""
-    return len(these) == len(those) and all(map(is_, these, those))
+        return self._versions != [*map(version_of, self._tensors)] or (
+            by_value and not all(torch.equal(one.to(two.device), two) for one, two in pairs)
+        )
