@@ -139,8 +139,8 @@ NOT_FULL: dict[str, tuple[str, str, tuple[int, int], int, Adaptive, dict[str, An
     "unequal": ("sft", "ddp", (1, 2), 35, BY_SAMPLE, {"peft_config": DROPS}),
     # Of 5 rows accelerate makes 8 on 2 processes; on 3, steps have fewer batches, and it would make 12.
     "batches": ("trainer", "fsdp2", (2, 3), 77, AS_CONFIGURED, {"gradient_accumulation_steps": 3}),
-    # Of 4 rows in one batch, which is a mean, each process has 2.
-    "means": ("reward", "ddp", (1, 2), 36, AS_CONFIGURED, {}),
+    # Of 6 rows in two batches, which are means, each process has 2 and 1; accelerate would fill the second.
+    "means": ("reward", "ddp", (1, 2), 38, AS_CONFIGURED, {}),
 }
 """What is resumed in an epoch whose last step is not full, on how many processes, of so many rows."""
 
