@@ -13,11 +13,11 @@ SLACK = 20
 """Lines that a package may be smaller than its number, so that not each line that is deleted changes it."""
 
 LINES = {
-    "cli": 6656,
+    "cli": 6654,
     "common": 1719,
-    "core": 8887,
-    "integrations": 5111,
-    "library": 6704,
+    "core": 8823,
+    "integrations": 5044,
+    "library": 6703,
     "planner": 7609,
     "recipe": 21394,
     "recipes": 288,
