@@ -1,10 +1,12 @@
-"""What a step of TRL's SFTTrainer costs, plain and ours: calls, collectives, time; and collating rows.
+"""What a step of TRL's trainers costs, plain and ours: calls, collectives, time; and collating rows.
 
     python benchmarks/trainer_overhead.py [--pairs 7] [--steps 12] [--rows_ms 4]
 
-Plain and ours take turns in the same processes, with micro-batches of the same size: in one process, with
-``DistributedDataParallel`` and with FSDP2 on 2 ranks. Calls are those of functions in Python and in C in one
-step, which no other work on the machine changes; the ratio of times is that of the medians of a pair.
+SFTTrainer and GRPOTrainer, plain and ours, take turns in the same processes, with micro-batches of the same
+size: in one process, with ``DistributedDataParallel`` and with FSDP2 on 2 ranks. The loader's batches are as
+large as micro-batches, or, of ours, smaller or larger, as after a search. Calls are those of functions in
+Python and in C in one step, which no other work on the machine changes; the ratio of times is that of the
+medians of a pair.
 
 Then a costly collate function: it sleeps for each row, and 2 processes load data. Micro-batches are the
 loader's batches, or smaller or larger, as a search would find them; the plain trainer's batches are as large.
@@ -46,11 +48,37 @@ from torchtune_adaptive.common import launcher
 from torchtune_adaptive.core.private import groups_here, launches_of
 from torchtune_adaptive.integrations import Adaptive
 
-WAYS: dict[str, tuple[int, dict[str, Any], Adaptive]] = {
-    "1 process": (1, {}, Adaptive(search=False)),
-    "DDP": (2, {}, Adaptive(search=False)),
-    "FSDP2": (2, FSDP2, Adaptive(search=False)),
-    "FSDP2, in the last": (2, FSDP2, Adaptive(search=False, sync_each_batch=False)),
+AS_CONFIGURED = Adaptive(search=False)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A trainer, and how it is spread over ranks."""
+
+    ranks: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    options: Adaptive = AS_CONFIGURED
+    size: int = 4
+    """The rows of a micro-batch, and of a batch of the plain trainer; our loader has 4 in a batch."""
+    kind: str = "sft"
+
+
+WAYS = {
+    "1 process": Way(),
+    "DDP": Way(2),
+    "FSDP2": Way(2, FSDP2),
+    "FSDP2, in the last": Way(2, FSDP2, Adaptive(search=False, sync_each_batch=False)),
+}
+DIVIDED = {
+    f"{name}, micro-batch {size}": Way(ranks, size=size)
+    for size in (2, 8)
+    for name, ranks in (("1 process", 1), ("DDP", 2))
+}
+"""Where micro-batches are not the loader's batches."""
+GENERATING = {
+    "GRPO, 1 process": Way(kind="grpo"),
+    "GRPO, DDP": Way(2, kind="grpo"),
+    "GRPO, FSDP2": Way(2, FSDP2, kind="grpo"),
 }
 COUNTED = 5
 """The step whose calls are counted: sequences of collectives are recorded before."""
@@ -157,17 +185,25 @@ def in_turns(pairs: int, train: Callable[[bool], Seen]) -> list[tuple[Seen, Seen
 
 
 def healthy_steps(
-    way: str, config: dict[str, Any], pairs: int, steps: int
+    way: Way, config: dict[str, Any], pairs: int, steps: int
 ) -> list[tuple[Seen, Seen]]:
     """The counts of a step of plain and ours, and then their times; of a Llama of this size."""
-    settings = dict(WAYS[way][1], gradient_accumulation_steps=4, data=texts("text", count=128))
-    settings["config"] = config
-    if way.startswith("FSDP2"):
+    column = "prompt" if way.kind == "grpo" else "text"
+    settings = dict(way.settings, data=texts(column, count=128), config=config)
+    if "fsdp" in settings:
         fsdp2_on_cpu()
 
     def train(ours: bool, counts: bool = False) -> Seen:
-        options = WAYS[way][2] if ours else None
-        return run("sft", options, steps, Watch(counts), **settings)
+        rows = 4 if ours else way.size
+        return run(
+            way.kind,
+            way.options if ours else None,
+            steps,
+            Watch(counts, way.size if ours and way.size != 4 else 0),
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=STEP // rows,
+            **settings,
+        )
 
     counted = train(False, True), train(True, True)
     return [counted, *in_turns(pairs, train)]
@@ -217,32 +253,33 @@ def main() -> None:
     asked = arguments.parse_args()
     steps = WARM_UP + asked.steps
 
-    def timed(way: str, ranks: int, config: dict[str, Any]) -> list[tuple[Seen, Seen]]:
+    def timed(way: Way, config: dict[str, Any]) -> list[tuple[Seen, Seen]]:
         seen: list[list[tuple[Seen, Seen]]]
-        seen = on_ranks(healthy_steps, ranks, way, config, asked.pairs, steps, timeout=900)
+        seen = on_ranks(healthy_steps, way.ranks, way, config, asked.pairs, steps, timeout=900)
         return seen[0]
 
     print(
-        f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; SFTTrainer, tiny Llama, "
-        f"4 x 4 rows a step; {asked.steps} steps a run, {asked.pairs} pairs\n"
+        f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; SFTTrainer, or GRPOTrainer "
+        f"where it says so, tiny Llama, {STEP} rows a step in batches of 4; {asked.steps} steps a run, "
+        f"{asked.pairs} pairs\n"
     )
     print(
         f"{'in a step: plain / ours':24}{'calls':>17}{'ours / plain':>14}{'collectives':>14}",
         end="",
     )
     print(f"{'on the host':>13}{'time, ours / plain':>20}{'quartiles':>12}", flush=True)
-    for way, (ranks, _, _) in WAYS.items():
-        counted, *pairs = timed(way, ranks, {})
+    for name, way in {**WAYS, **DIVIDED, **GENERATING}.items():
+        counted, *pairs = timed(way, {})
         plain, ours = (sum(each.calls) for each in counted)
         theirs, own = ([each.collectives[at] for each in counted] for at in (0, 1))
-        line = f"{way:24}{f'{plain} / {ours}':>17}{ours / plain:>14.2f}"
+        line = f"{name:24}{f'{plain} / {ours}':>17}{ours / plain:>14.2f}"
         line += f"{f'{theirs[0]} / {theirs[1]}':>14}{f'{own[0]} / {own[1]}':>13}"
         print(line + ratio(pairs).rjust(32), flush=True)
 
     print(f"\nthe same, a Llama of 11 million parameters\n\n{TIMES}", flush=True)
-    for way, (ranks, _, _) in WAYS.items():
-        _, *pairs = timed(way, ranks, LARGER)
-        print(f"{way:24}" + times(pairs), flush=True)
+    for name, way in {**WAYS, **DIVIDED, **GENERATING}.items():
+        _, *pairs = timed(way, LARGER)
+        print(f"{name:24}" + times(pairs), flush=True)
 
     print(
         f"\nTrainer, {asked.rows_ms:g} ms to collate a row, {STEP} rows a step, loaded in batches of 4 by 2 "
