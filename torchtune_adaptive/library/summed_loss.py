@@ -36,7 +36,7 @@ class SummedLoss:
         self.equal_rows = True
         """Whether all ranks have as many rows."""
         self.unequal_rows = False
-        """Whether ranks may have different numbers of rows: shares are then no means over those of one rank."""
+        """Whether ranks may have different numbers of rows: shares are then no means over one rank's."""
         self.frozen: Sequence[nn.Module] = tuple(frozen)
 
     def rows(self, batch: Batch) -> int:
