@@ -210,18 +210,6 @@ def test_the_state_of_python_is_the_one_that_python_gives(first: str, second: st
         generators.restore()
 
 
-def test_python_is_asked_only_after_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    Generators(torch.device("cpu"))
-    asked = []
-    getstate = random.getstate
-    monkeypatch.setattr(random, "getstate", lambda: asked.append(1) or getstate())
-    Generators(torch.device("cpu"))
-    assert not asked
-    random.random()
-    Generators(torch.device("cpu"))
-    assert asked == [1]
-
-
 def test_numpy_is_asked_only_after_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     np.random.seed(0)  # nothing is kept of a normal number
     Generators(torch.device("cpu"))

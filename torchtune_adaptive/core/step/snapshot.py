@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -119,7 +118,7 @@ class Generators:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._python = _python.state()
+        self._python: tuple[Any, ...] = random.getstate()
         self._numpy: dict[str, Any] = _numpy.state()
         self._torch = torch.get_rng_state()
         self._accelerator: torch.Tensor | None = None
@@ -208,27 +207,4 @@ class _Numpy:
         self._last = None  # the words may be the same, with a number that is kept
 
 
-class _Python:
-    """Python's generator of random numbers, of which the same holds: its state is a tuple of 625 numbers.
-
-    CPython has the words in the object itself (checked on 3.11), so they are compared without knowing where
-    in it. Other implementations are asked each time.
-    """
-
-    def __init__(self) -> None:
-        self._generator = random.random.__self__  # type: ignore[attr-defined]
-        self._last: tuple[bytes, float | None, tuple[Any, ...]] | None = None
-
-    def state(self) -> tuple[Any, ...]:
-        if sys.implementation.name != "cpython":
-            return random.getstate()
-        header, whole = object.__basicsize__, random.Random.__base__.__basicsize__  # type: ignore[union-attr]
-        words = ctypes.string_at(id(self._generator) + header, whole - header)
-        kept = self._generator.gauss_next
-        if self._last is None or self._last[:2] != (words, kept):
-            self._last = words, kept, random.getstate()
-        return self._last[2]
-
-
 _numpy = _Numpy()
-_python = _Python()
