@@ -534,7 +534,7 @@ def test_ranks_vote_where_sizes_follow_data_and_say_what_it_costs(kind: type[Tra
     asked = VOTES.get(kind, launched - 1) + 1
     assert made[-1] == asked + 1 and asked <= launched
     assert "is told the sizes of its parts" in said[0]
-    assert f"{asked} exchanges of" in said[0] and "ms among 2 ranks" in said[0]
+    assert ("before each such collective" if kind in VOTES else "before each collective") in said[0]
 
 
 class Mishap(Exception):

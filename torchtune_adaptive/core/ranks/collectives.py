@@ -68,14 +68,12 @@ wrong: the maximum of two sets of flags is one of them, and not their union. Not
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from functools import partial
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -218,10 +216,7 @@ class Collectives:
         self._counts = Counts()
         self._unseen, self._refusal = False, ""
         self._holders_know = False
-        self._voted_on: list[Launch] = []  # in this pass, as their sizes follow data
         self._votes_on_sizes = set[Hashable]()
-        self._sized_here = False  # whether it was in this pass that votes on sizes began
-        self._exchanges: list[float] = []  # seconds, in this pass
         self._told_cost = False
         self.variant: Hashable = None
         """What decides which collectives FSDP launches from the next pass on, where that can change."""
@@ -286,8 +281,7 @@ class Collectives:
         self._stage, self._votes = "", 0
         self._pass, self._counts = {}, Counts()
         self._unseen &= not self._sees_all  # it is said again if a failure was heard instead
-        self._refusal, self._exchanges = "", []
-        self._voted_on, self._sized_here = [], False
+        self._refusal = ""
 
     def _remembered(self, key: Hashable) -> _Sequence:
         """A sequence, which is now the last that was used; for a new one, that whose use is longest ago is
@@ -390,7 +384,6 @@ class Collectives:
             heard = self._ask(self._news(wide))
             if self._mode or not self._sees_all:  # or it has not seen what there is
                 self._learn(wide, *heard)
-            self._say_what_it_costs()
 
     def look_elsewhere(self) -> None:
         """Learn, between stages, of a failure that all ranks will know of; raises as ``end_pass`` does."""
@@ -415,27 +408,17 @@ class Collectives:
                 "Layers must take part in each, if only with the factor 0."
             )
 
-    def _say_what_it_costs(self) -> None:
-        """Say once what it costs that sizes follow data: exchanges in each pass, and what one has taken."""
-        made = [each for some in self._pass.values() for each in some]
-        never_certain = [each for each in made if each.follows_data]
-        told = never_certain or self._voted_on
-        if self._told_cost or self._sized_here or not told:
+    def _say_what_it_costs(self, launch: Launch, votes: bool) -> None:
+        """Say once what it costs that the sizes of a launch may follow data."""
+        if self._told_cost:
             return
         self._told_cost = True
-        # Besides, whether a shape is new, or at the end of the pass.
-        number = len(made if never_certain else told) + 1
-        one = median(self._exchanges)
         log.log(
             logging.WARNING if self.ranks.is_zero else logging.DEBUG,
             "%s is told the sizes of its parts, which may follow data. So the ranks agree before each %s, in "
-            "every micro-batch: %d exchanges of %.2f ms among %d ranks, which is %.1f ms.",
-            told[0].key[0],
-            "collective" if never_certain else "such collective",
-            number,
-            1000 * one,
-            self.ranks.size,
-            1000 * one * number,
+            "every micro-batch: one exchange for each.",
+            launch.key[0],
+            "such collective" if votes else "collective",
         )
 
     # --- launches -------------------------------------------------------------------------------------
@@ -520,7 +503,6 @@ class Collectives:
             return
         sized = self._kind in self._votes_on_sizes and launch.told_sizes
         if sized and not self._is_within(launch.group):
-            self._voted_on.append(launch)
             self._groups.add(launch.group)
             self._vote_on(launch)
             return
@@ -540,14 +522,17 @@ class Collectives:
             (each.refused for each in launches if each.refused), ""
         )
         wide = not all(self._is_within(each.group) for each in launches)
-        sized = _Said.SIZED if wide and launches[0].follows_data else _Said.SAME
+        first = launches[0]
+        sized = _Said.SIZED if wide and first.follows_data else _Said.SAME
         if self._refusal or self._asked is _Asked.EVERYONE or any(map(self._joins, launches)):
             try:
-                if self._ask(sized, wide=wide)[1] == _Said.SIZED:
-                    self._sized_here = True
+                on_sizes = self._ask(sized, wide=wide)[1] == _Said.SIZED
+                if on_sizes:
                     self._votes_on_sizes.add(self._kind)
+                if on_sizes or first.follows_data:
+                    self._say_what_it_costs(first, votes=on_sizes and first.told_sizes)
             except RankLost as lost:
-                here = f"Rank {self.ranks.rank} stood before {launches[0].key[0]} in {self._stage}."
+                here = f"Rank {self.ranks.rank} stood before {first.key[0]} in {self._stage}."
                 raise RankLost(f"{lost} {here}") from lost
         for launch in launches:
             self._groups.add(launch.group)
@@ -578,7 +563,6 @@ class Collectives:
             AnotherRankFailed: one of them has failed; also where this one has.
             UsageError: on each of them, if one has noticed a launch that cannot be completed.
         """
-        started = time.perf_counter()
         said = max(
             news,
             _Said.UNSEEN * self._unseen,
@@ -590,7 +574,6 @@ class Collectives:
         if self._asked is _Asked.EVERYONE and (wide or heard >= _Said.FAILED):
             asked = self.ranks
             heard = asked.spread(heard)[1]
-        self._exchanges.append(time.perf_counter() - started)
         if heard >= _Said.REFUSED:
             raise UsageError(next(filter(None, asked.gather(self._refusal))))
         if heard >= _Said.FAILED:
