@@ -55,11 +55,11 @@ class Permutation:
         """Pass numbers through the network once."""
         left, right = numbers >> self._half, numbers & self._mask
         for key in self._keys:
-            left, right = right, left ^ (_hashed(right + key) & self._mask)
+            left, right = right, left ^ (mixed(right + key) & self._mask)
         return (left << self._half) | right
 
 
-def _hashed(numbers: Numbers) -> Numbers:
+def mixed(numbers: Numbers) -> Numbers:
     """Numbers of which each bit depends on all bits of those given: the last steps of splitmix64."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

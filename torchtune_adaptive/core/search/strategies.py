@@ -172,14 +172,9 @@ def fewest(most: int, fits: Callable[[int], bool]) -> int:
 
     More of them take less memory, as of layers that are checkpointed. All but ``most`` have been tried.
     """
-    too_few = -1
-    while most - too_few > 1:
-        middle = (too_few + most) // 2 if too_few >= 0 else 0  # first, as it may be enough
-        if fits(middle):
-            most = middle
-        else:
-            too_few = middle
-    return most
+    if not most or fits(0):  # first, as it may be enough
+        return 0
+    return 1 + bisect_left(range(1, most), True, key=fits)
 
 
 @dataclass

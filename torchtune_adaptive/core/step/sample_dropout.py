@@ -21,6 +21,7 @@ from torch import nn
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import private
 from torchtune_adaptive.core.ranks.supported import wrapped_in
+from torchtune_adaptive.core.rows.permutation import mixed
 
 Drop: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
 """Drops elements of rows, given the two keys of each row, the least number of an element that is kept, and
@@ -274,7 +275,7 @@ class DropoutKeys:
     def of(self, epoch: int, used: int, samples: Sequence[int]) -> torch.Tensor:
         """The two keys of each row in each layer."""
         rows = (f"{epoch} {used} {sample} {n}" for n in self._sequences for sample in samples)
-        keys = _hashed_again(self._of_layers[:, None] + _hashed(rows))
+        keys = mixed(self._of_layers[:, None] + _hashed(rows))
         return torch.from_numpy(keys.view(np.int32).reshape(*keys.shape, 2))
 
     def _set(self, keys: Sequence[torch.Tensor | None]) -> None:
@@ -305,10 +306,3 @@ def _generators(device: torch.device) -> torch.Tensor:
 def _hashed(texts: Iterator[str]) -> npt.NDArray[np.uint64]:
     digests = (blake2b(text.encode(), digest_size=8).digest() for text in texts)
     return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
-
-
-def _hashed_again(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A hash of each number of 64 bits: the last mix of SplitMix64."""
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return numbers ^ (numbers >> np.uint64(31))
