@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,13 +44,6 @@ def whole_numbers(axis: Any) -> None:
 def memory_unit(most: int) -> tuple[str, int]:
     """The unit in which an axis up to ``most`` bytes is read best, and its size."""
     return ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
-
-
-def lookup(given: Sequence[float], found: Sequence[float]) -> Callable[[Any], Any]:
-    """A function from one scale to another that stands beside it, both ascending, by interpolation."""
-    import numpy
-
-    return lambda numbers: numpy.interp(numbers, given, found)
 
 
 def legend_below(figure: Figure, columns: int = 4, lines: Sequence[Any] | None = None) -> None:

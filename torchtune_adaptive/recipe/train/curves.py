@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from torchtune_adaptive.common import human_bytes, plots
 from torchtune_adaptive.recipe.train.history import History, Mark, MarkKind, Point
 from torchtune_adaptive.recipe.train.watched import KL, LENGTH, LOSS, PHASES, REWARD, TRAINING
@@ -139,9 +141,8 @@ def _over_samples(stacked: Sequence[Any], points: Sequence[Point]) -> None:
     plots.whole_numbers(stacked[-1].xaxis)
     samples = _extended([point.samples for point in points])
     steps = _extended([point.step for point in points])
-    above = stacked[0].secondary_xaxis(
-        "top", functions=(plots.lookup(samples, steps), plots.lookup(steps, samples))
-    )
+    scales = partial(np.interp, xp=samples, fp=steps), partial(np.interp, xp=steps, fp=samples)
+    above = stacked[0].secondary_xaxis("top", functions=scales)
     above.set(xlabel="step")
     plots.whole_numbers(above.xaxis)
     above.spines["top"].set_visible(False)
