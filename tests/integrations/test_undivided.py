@@ -1,4 +1,4 @@
-"""Which losses and layers are over a whole batch; stand-ins for the trainers."""
+"""Which losses are over a whole batch; stand-ins for the trainers."""
 
 from __future__ import annotations
 
@@ -59,10 +59,3 @@ def test_experts_are_found_in_every_config() -> None:
     assert why(with_config(balanced)) and why(with_config(of_images))
     assert not why(with_config(off)) and not why(with_config(None))
     assert not why(with_config(balanced), aux_loss_enabled=False)  # a trainer of TRL sets it
-
-
-def test_a_layer_that_normalizes_over_a_batch_is_named() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
-    assert why(model) == "1 normalizes over a batch"
-    assert not why(model.eval())
-    assert not why(nn.Sequential(nn.GroupNorm(1, 1), nn.LayerNorm(1)))

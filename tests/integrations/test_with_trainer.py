@@ -294,6 +294,25 @@ def test_layers_begin_as_they_are_configured() -> None:
         assert on() == expected and found.checkpointed == sum(expected)
 
 
+class Ending(TrainerCallback):  # type: ignore[misc]
+    """Notes which layers are checkpointed at the end of a training, which puts them back."""
+
+    def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:
+        self.on = [each.gradient_checkpointing for each in model.model.layers]
+
+
+def test_layers_are_those_that_were_chosen(tmp_path: Path) -> None:
+    """Trials and timed steps set back what they change, but not which layers are checkpointed."""
+    ending, rows = Ending(), list(Tokens())
+    args = arguments(tmp_path, activation_checkpointing=True, max_steps=1)
+    options = Adaptive(memory_limit="1GiB", fastest=True)
+    trainer = adaptive(Trainer, options)(llama(), args, train_dataset=rows, callbacks=[ending])
+    trainer.train()
+    chosen = trainer._adaptive_step._step.layers.checkpointed
+    assert ending.on == [number < chosen for number in range(4)]
+    assert [each.gradient_checkpointing for each in trainer.model.model.layers] == [True] * 4
+
+
 def test_layers_that_are_configured_are_relieved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -304,7 +323,8 @@ def test_layers_that_are_configured_are_relieved(
             activation_checkpointing=True,
             activation_checkpointing_kwargs={"every_n_layers": 2},
         )
-        trainer = kind(llama(), args, train_dataset=list(Tokens()))
+        ending = Ending()
+        trainer = kind(llama(), args, train_dataset=list(Tokens()), callbacks=[ending])
         left = [kind is not Trainer]
 
         def lose(*_: Any, left: list[bool] = left, trainer: Any = trainer) -> None:
@@ -315,7 +335,7 @@ def test_layers_that_are_configured_are_relieved(
         trainer.model.model.layers[3].register_forward_pre_hook(lose)
         trainer.train()
         found.append(losses(trainer))
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert found[0] == pytest.approx(found[1], rel=1e-6) and ending.on == [True] * 4
     assert "activation checkpointing configured -> all" in caplog.text
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtune_adaptive.common import NoPrediction, UsageError
-from torchtune_adaptive.integrations.facts import TESTED
+from torchtune_adaptive.integrations.versions import TESTED
 from torchtune_adaptive.library import (
     TransformersRollouts,
     TransformersStep,

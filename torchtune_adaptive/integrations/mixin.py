@@ -11,10 +11,10 @@ from torchtune_adaptive.core import sample_dropout
 from torchtune_adaptive.integrations import private, refusals
 from torchtune_adaptive.integrations.ending import lost_outside_of_a_step
 from torchtune_adaptive.integrations.evaluation import Evaluation
-from torchtune_adaptive.integrations.facts import check_versions
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.step_rows import StepRows
 from torchtune_adaptive.integrations.trainer_step import learned_in, state_in
+from torchtune_adaptive.integrations.versions import check_versions
 
 _Trainer: Any = object
 """What stands for the trainer, which is the next base of a class with a mixin."""
@@ -50,7 +50,6 @@ class AdaptiveMixin(_Trainer):
         self._adaptive_given: StepRows | None = None
         super().__init__(*args, **kwargs)
         refusals.require_supported(self)
-        state_in(self)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         self._forget_training()
@@ -108,9 +107,3 @@ class AdaptiveMixin(_Trainer):
         if "loss" in logs and self._adaptive_step is not None:  # of training, not of an evaluation
             logs = logs | self._adaptive_step.metrics
         super().log(logs, *args, **kwargs)
-
-    def _begun(self) -> Any:
-        """The steps of the training that runs."""
-        if self._adaptive_step is None:
-            raise UsageError("training_step: call train(), which makes the batches that it takes.")
-        return self._adaptive_step

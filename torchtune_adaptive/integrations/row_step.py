@@ -26,7 +26,6 @@ from torchtune_adaptive.library import (
     find_batch_size,
     find_fastest,
 )
-from torchtune_adaptive.library.checks import normalizes_over_rows
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class RowStep(ABC):
         begins, why = self._step is None, ""
         if self._step is None:
             self._require_repeatable(batches[0])
-            self._step, why = self._begin(len(rows))
+            self._step, why = self._begin(self.most_rows(len(rows)))
             self._step.steps = self._steps_before(self._step)
         lengths, groups = self._lengths(rows), self._groups(batches)
         if self._whole and groups:
@@ -242,6 +241,10 @@ class RowStep(ABC):
             self._size *= tokens_in(self._collated([row]))
         return step, f" ({', '.join(why)})" if why else ""
 
+    def most_rows(self, rows: int) -> int:
+        """The most rows in a step of this process, whose first one has so many."""
+        return rows
+
     def _steps_before(self, step: AdaptiveStep) -> int:
         """The steps that have been taken before the first of this loop."""
         return step.steps
@@ -264,8 +267,7 @@ class RowStep(ABC):
     def _look_at_loss(self, step: AdaptiveStep) -> str | None:
         """Find out what there is to know about the loss before a size is chosen; gives why batches cannot be
         divided, which may be obvious, and None if they can."""
-        name = normalizes_over_rows(step.train_step.model)
-        return f"{name} normalizes over a batch" if name else None
+        return normalizes(step) or None
 
     def _refuse_options(self, why: str) -> None:
         """Check that no option needs a size that is searched for."""
@@ -320,6 +322,12 @@ class RowStep(ABC):
     def restore(self) -> None:
         """Set back what a lost attempt has changed."""
         self._kept.restore()
+
+
+def normalizes(step: AdaptiveStep) -> str:
+    """Which layer normalizes over a batch; nothing if none does."""
+    name = step.normalizing_layer
+    return f"{name} normalizes over a batch" if name else ""
 
 
 def _with_rows(inputs: Any, rows: int) -> dict[str, Any]:

@@ -42,8 +42,8 @@ class KeptRows:
 
     def __getitem__(self, key: Any) -> Any:
         raise UsageError(
-            f"get_train_dataloader: your loader looks into a batch (for {key!r}), of which there are only rows "
-            "so far. Change rows in the dataset, or batches in data_collator."
+            f"get_train_dataloader: your loader looks into a batch (for {key!r}), of which there are only "
+            "rows so far. Change rows in the dataset, or batches in data_collator."
         )
 
     @property
@@ -230,7 +230,10 @@ def _lengths_in_table(dataset: Any) -> dict[str, list[int]] | None:
 
 def _items(column: Any) -> list[int] | None:
     """The number of items in each value, where these are lists."""
-    if not _is_list(column.type):
+    import pyarrow
+
+    kind = column.type
+    if not (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)):
         return None
     import pyarrow.compute
 
@@ -238,33 +241,11 @@ def _items(column: Any) -> list[int] | None:
 
 
 def _characters(column: Any) -> list[int] | None:
-    """The number of characters in each value, in whatever lists and structures; None if it has no text."""
-    import pyarrow
-    import pyarrow.compute
-
-    kind = column.type
-    if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
-        return [length or 0 for length in pyarrow.compute.utf8_length(column).to_pylist()]
-    if pyarrow.types.is_struct(kind):
-        fields = [_characters(column.field(number)) for number in range(kind.num_fields)]
-        texts = [each for each in fields if each is not None]
-        return _sum(texts) if texts else None
-    if not _is_list(kind):
+    """The length of each value as text, in whatever lists and structures; None if it has no text, or more."""
+    kind = str(column.type)
+    if "string" not in kind or "binary" in kind:  # an image has a path, too
         return None
-    of_items = _characters(column.flatten())
-    if of_items is None:
-        return None
-    sums = [0] * len(column)
-    parents = pyarrow.compute.list_parent_indices(column).to_pylist()
-    for row, length in zip(parents, of_items, strict=True):
-        sums[row] += length
-    return sums
-
-
-def _is_list(kind: Any) -> bool:
-    import pyarrow
-
-    return bool(pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind))
+    return [len(str(each or "")) for each in column.to_pylist()]
 
 
 def tokens_in(batch: Any) -> int:

@@ -20,7 +20,7 @@ from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.core import Buffers, Generators
 from torchtune_adaptive.integrations import averages, ending, layers, private, refusals
 from torchtune_adaptive.integrations.first_look import terms_of_loss
-from torchtune_adaptive.integrations.row_step import OnHost, RowStep
+from torchtune_adaptive.integrations.row_step import OnHost, RowStep, normalizes
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows, RowsOfStep
 from torchtune_adaptive.integrations.step_rows import cannot_share
 from torchtune_adaptive.integrations.terms import Found, Terms, with_a_label
@@ -181,14 +181,16 @@ class TrainerStep(RowStep):
         """What the loss is a mean of; None before the first step."""
         return None if self._step is None else self._terms
 
-    def _begin(self, rows: int) -> tuple[AdaptiveStep, str]:
+    def most_rows(self, rows: int) -> int:
         # Where they are dealt out, the first step may be the last of an epoch, with more on some processes.
-        return super()._begin(rows if self._dealt is None else self._configured()[1])
+        return rows if self._dealt is None else self._configured()[1]
 
     # --- what the loss is a mean of -----------------------------------------------------------------
 
     def _look_at_loss(self, step: AdaptiveStep) -> str | None:
-        terms, why = self._found_terms(step)
+        self._model.train()  # as in a step: layers that normalize over a batch may do so only then
+        why = normalizes(step)
+        terms, why = Found(Terms.BATCH, why) if why else self._found_terms(step)
         if terms.of_labels and self._options.token_budget:
             model = self._trainer.accelerator.unwrap_model(self._model)
             raise UsageError(
@@ -220,7 +222,6 @@ class TrainerStep(RowStep):
     def _found_terms(self, step: AdaptiveStep) -> Found:
         """What the loss is a sum or a mean of."""
         trainer = self._trainer
-        self._model.train()  # as in a step: layers that normalize over a batch may do so only then
         if why := why_not_divided(trainer, self._model):
             return Found(Terms.BATCH, why)
         if refusals.is_mean_over_rows(type(trainer)):

@@ -102,8 +102,10 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        step: TrainerStep = self._begun()
-        return step.take(model, self._adaptive_rows, super().training_step, num_items_in_batch)
+        own = super().training_step
+        if not self.is_in_train:  # called by hand
+            return own(model, inputs, num_items_in_batch)
+        return self._adaptive_step.take(model, self._adaptive_rows, own, num_items_in_batch)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **named: Any) -> Any:
         with self._adaptive_evaluation.batches_of(dataloader) as batches:

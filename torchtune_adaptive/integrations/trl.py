@@ -61,15 +61,15 @@ class AdaptiveRolloutMixin(RolloutHooks, AdaptiveMixin):
         return loader
 
     def get_batch_samples(self, *args: Any, **named: Any) -> Any:
-        step: RolloutStep = self._begun()
-        step.prepare()
+        self._adaptive_step.prepare()
         return super().get_batch_samples(*args, **named)
 
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        began = time.perf_counter()
-        step: RolloutStep = self._begun()
+        began, step = time.perf_counter(), self._training()
+        if step is None:  # called by hand
+            return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         getattr(self.optimizer, "train", lambda: None)()  # of those that average weights
         step.add(self._prepare_inputs(inputs))

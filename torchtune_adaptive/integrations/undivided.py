@@ -1,4 +1,4 @@
-"""Losses and layers over a whole batch, which is then not divided: a micro-batch is a batch as it is."""
+"""Losses over a whole batch, which is then not divided: a micro-batch is a batch as it is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-
-from torchtune_adaptive.library.checks import normalizes_over_rows
 
 _OF_A_BATCH = {
     "aot": "sorts the rows of a batch",
@@ -22,7 +20,7 @@ _OF_COMPLETIONS = {"grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"}
 
 
 def why_not_divided(trainer: Any, model: nn.Module) -> str:
-    """Why batches of a trainer are not divided, by its settings and layers; nothing if they may be."""
+    """Why batches of a trainer are not divided, by its settings; nothing if they may be."""
     return next(_reasons(trainer, trainer.accelerator.unwrap_model(model)), "")
 
 
@@ -40,8 +38,6 @@ def _reasons(trainer: Any, model: nn.Module) -> Iterator[str]:
         yield "top_entropy_quantile is one of a batch"
     if balances_experts(trainer, model):
         yield "the auxiliary loss of experts is one of a batch"
-    if name := normalizes_over_rows(model):
-        yield f"{name} normalizes over a batch"
 
 
 def balances_experts(trainer: Any, model: nn.Module) -> bool:

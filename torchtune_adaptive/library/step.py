@@ -328,6 +328,11 @@ class AdaptiveStep:
         )
 
     @property
+    def normalizing_layer(self) -> str:
+        """The name of a layer in training mode that normalizes over the rows of a micro-batch, or nothing."""
+        return checks.normalizes_over_rows(self.train_step.model)
+
+    @property
     def micro_batch(self) -> int:
         """The size that micro-batches have now."""
         return self._runner.size
@@ -395,9 +400,11 @@ class AdaptiveStep:
     def _begin(self, size: int, unit: str = "row") -> None:
         """Use micro-batches of this size from the next step on."""
         self._size, self._runner.unit = size, unit
-        if self.divides and (name := checks.normalizes_over_rows(self.train_step.model)):
+        if self.divides and (name := self.normalizing_layer):
             self.divides = False
-            line = f"{name} normalizes over a micro-batch, which keeps its rows when memory runs out"
+            line = (
+                f"{name} normalizes over a micro-batch, which keeps its rows when memory runs out"
+            )
             announce(log, line, rank_zero=self.ranks.is_zero)
         smaller: Sequence[int] = candidates("power_of_two", size, size) if self.divides else ()
         if unit == "token":

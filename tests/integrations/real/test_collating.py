@@ -136,9 +136,17 @@ def padded_in_front() -> Any:
     return in_front
 
 
+def of_all_labels(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    """A loss that does not follow the padding, other than what the trainer counts."""
+    logits = outputs.logits.flatten(0, 1)
+    summed = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    return summed / num_items_in_batch
+
+
 def test_where_items_follow_the_padding_they_are_those_of_the_loader() -> None:
     """So the training process makes micro-batches of its own."""
-    [seen] = on_ranks(collated, 1, 8, {"data_collator": padded_in_front})
+    settings = {"data_collator": padded_in_front, "compute_loss_func": of_all_labels}
+    [seen] = on_ranks(collated, 1, 8, settings)
     assert seen["rows"][1:] == [32] + [16] * 12, seen
 
 

@@ -227,6 +227,7 @@ AVERAGED = {
     "kto": ("entropy", "logits/chosen", "logps/chosen", "logps/rejected"),
 }
 
+
 def averaged(kind: str) -> dict[str, Any]:
     plain, lost = (trained(kind, *each) for each in ((None,), (AS_CONFIGURED, Loss(2))))
     searched = trained(kind, SEARCHING)

@@ -12,12 +12,41 @@ import torch
 import torch.distributed as dist
 
 from tests.integrations.real.trainers import AS_CONFIGURED, NAMES, make, on_ranks, texts, tokens
-from torchtune_adaptive.integrations.facts import FACTS
 from torchtune_adaptive.integrations.layers import all_at_once
 from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 
+FACTS = {
+    "one backward": "Trainer.training_step calls accelerator.backward once, with the loss",
+    "no scaling": "accelerator.backward does not divide the loss by the number of batches",
+    "sync_gradients": "the loop sets accelerator.sync_gradients before the last batch of a step, only",
+    "mean over batches": "a loss that is a mean is divided by current_gradient_accumulation_steps",
+    "sum of batches": "a loss that is scaled by itself is added up as compute_loss gives it",
+    "loss alone": "compute_loss gives the loss of a batch without gradients, given num_items_in_batch",
+    "own log": "what is logged of training goes through log(), and has a loss; that of evaluations has none",
+    "batches of a step": "get_batch_samples takes the batches of a step, once, before training_step",
+    "data_collator": "get_train_dataloader collates by self.data_collator, or by a wrapper of that name",
+    "is_in_train": "is_in_train is set while train() calls get_train_dataloader, and not before",
+    "callback states": "a callback that is an ExportableState is in stateful_callbacks by its class's name",
+    "broadcast_buffers": "DistributedDataParallel is made with what accelerator.ddp_handler says",
+    "host state": "compute_loss changes no attribute of a trainer but those in `restored`",
+    "checkpointing": "a model turns it on and off by two methods, and says whether it is on",
+    "gathers": "gather_for_metrics launches by accelerator.gather",
+    "evaluation": "evaluation_loop takes the batches of its loader, and calls prediction_step with each",
+    "collates in evaluation": "accelerate's loader has torch's as base_dataloader, with its collate_fn",
+    "averages": "_metrics has lists for train and eval, to which compute_loss appends a value for each batch",
+    "wrapped model": "training_step gets model_wrapped, which get_train_dataloader does not yet have",
+    "own batches": "GRPO and RLOO count and time batches in training_step, and generate in _prepare_inputs",
+    "own rows": "what their _prepare_inputs gives is tensors with equal rows, and numbers for all",
+    "own generation": "_generate_single_turn gets prompts, images and fields, and calls generate() once",
+    "own scoring": "_get_per_token_logps_and_entropies gets model, tokens, mask, width and rows at once",
+    "own prompts": "_tokenize_prompts gives the tokens of each prompt first",
+    "draws": "generate() samples a token of each row by one torch.multinomial over all rows",
+    "source of a loader": "fit_loop._data_source.dataloader gives Lightning's loader, after setup",
+    "order of a batch": "automatic optimization calls training_step, optimizer_zero_grad and backward once",
+    "end of a step": "the optimizer steps with each accumulate_grad_batches-th batch, and with the last",
+}
 CHECKS: dict[str, Callable[[Any], Any]] = {}
 """Functions that raise where a fact does not hold; each gets a folder."""
 

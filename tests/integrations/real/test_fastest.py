@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from transformers import TrainerCallback
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from tests.helpers.faults import OutOfMemoryAt
@@ -61,6 +62,19 @@ def clock_of_computations() -> Iterator[None]:
         yield
 
 
+class Ending(TrainerCallback):  # type: ignore[misc]
+    """Notes which layers are checkpointed at the end of a training, which puts them back."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.on: list[bool] = []
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        names = ((type(each).__name__, each) for each in model.modules())
+        self.on = [e.gradient_checkpointing for name, e in names if name.endswith("DecoderLayer")]
+
+
 def trained(
     kind: str,
     options: Adaptive | None,
@@ -73,15 +87,12 @@ def trained(
     with tempfile.TemporaryDirectory() as folder, clock_of_computations():
         trainer = make(kind, options, settings.pop("folder", folder), **settings)
         left = lose_memory(trainer, lost) if lost else lambda: 0
+        ending = Ending(trainer)
+        trainer.add_callback(ending)
         trainer.train(resume_from_checkpoint=resume)
         assert not left()
         found = result(trainer)
-    layers = trainer.accelerator.unwrap_model(trainer.model).modules()
-    on = [
-        each.gradient_checkpointing
-        for each in layers
-        if type(each).__name__.endswith("LlamaDecoderLayer")
-    ]
+    on = ending.on
     steps = getattr(trainer, "_adaptive_step", None)
     found.more = {
         "on": on,

@@ -280,7 +280,7 @@ def test_a_model_that_takes_one_row_gets_no_more(accumulation: int) -> None:
 
 
 def gathers(rows: int, options: Any = None) -> int:
-    """The tensors that a training gathers for metrics after its first step, in batches of so many of 8 rows."""
+    """What a training gathers for metrics after its first step, in batches of so many of 8 rows."""
     from torch import distributed
     from transformers import TrainerCallback
 

@@ -10,31 +10,31 @@ import pytest
 import yaml
 
 from torchtune_adaptive import UsageError
-from torchtune_adaptive.integrations import facts
+from torchtune_adaptive.integrations import versions
 
 
 def test_a_newer_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"transformers": "5.24.0.dev0", "trl": "1.16.9"}
-    monkeypatch.setattr(facts, "version", lambda name: installed.get(name, "2.6"))
+    monkeypatch.setattr(versions, "version", lambda name: installed.get(name, "2.6"))
     tested = {"transformers": ("5.16", "5.23"), "trl": ("1.9", "1.16"), "lightning": ("2.6", "2.6")}
-    monkeypatch.setattr(facts, "TESTED", tested)
+    monkeypatch.setattr(versions, "TESTED", tested)
     with pytest.warns(UserWarning, match=r"transformers 5\.23, and 5\.24\.0\.dev0") as seen:
-        facts.check_versions("transformers", "trl", "lightning")
+        versions.check_versions("transformers", "trl", "lightning")
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("name", facts.TESTED)
+@pytest.mark.parametrize("name", versions.TESTED)
 def test_a_version_that_is_too_old_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "version", lambda _: "0.2.3")
+    monkeypatch.setattr(versions, "version", lambda _: "0.2.3")
     with pytest.raises(UsageError, match=rf"{name}: 0\.2\.3 is installed, and \d+\.\d+ or newer"):
-        facts.check_versions(name)
+        versions.check_versions(name)
 
 
 def test_ci_runs_the_lowest_versions() -> None:
     workflow = Path(__file__).parents[2] / ".github" / "workflows" / "trainers.yml"
     rows = yaml.safe_load(workflow.read_text())["jobs"]["trainers"]["strategy"]["matrix"]["include"]
     lowest = dict(re.findall(r"(\w+)==(\d+\.\d+)", " ".join(row["trainers"] for row in rows)))
-    assert lowest == {name: oldest for name, (oldest, _) in facts.TESTED.items()}
+    assert lowest == {name: oldest for name, (oldest, _) in versions.TESTED.items()}
     extras = tomllib.loads((Path(__file__).parents[2] / "library" / "pyproject.toml").read_text())
     bounds = extras["project"]["optional-dependencies"]["trainers"]
     # torchtitan needs other versions of the same packages, so it is not among them.
