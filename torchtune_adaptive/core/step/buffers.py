@@ -15,6 +15,8 @@ from torchtune_adaptive.core.device.memory import plain_tensors
 from torchtune_adaptive.core.private import version_of
 
 _PLAIN = {bool, int, float, complex, str, tuple, torch.Size, torch.dtype, torch.device, type(None)}
+_SWITCHED = {"gradient_checkpointing"}
+"""Attributes of transformers' layers that memory knobs set, and no forward pass."""
 _LOOKS = 2
 """The passes that show what changes. In the first one, flags change that are set once and for all."""
 
@@ -111,7 +113,7 @@ class _Module:
             name: value
             for name, value in attributes.items()
             # Not of a tensor with a graph, which it would keep alive.
-            if type(value) in _PLAIN
+            if (type(value) in _PLAIN and name not in _SWITCHED)
             or (type(value) is torch.Tensor and value.numel() == 1 and not value.requires_grad)
         }
         return [plain, {**buffers}]
