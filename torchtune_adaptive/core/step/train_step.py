@@ -461,7 +461,8 @@ class TrainStep:
         except BaseException:
             self.forget()
             raise
-        fsdp.reshard(model)
+        with self.memory.running():
+            fsdp.reshard(model)
         self.collectives.disturbed |= bool(fsdp.roots(model))  # which the next step resets
         self._exchange.follows_others = True
 
