@@ -113,6 +113,27 @@ def experts(name: str, **config: Any) -> Any:
     return kind(made)
 
 
+def experts_that_see() -> Any:
+    """A model of images and text, whose experts are in its text's config; used with text alone."""
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text = LLAMA | EXPERTS["Qwen3MoeForCausalLM"] | {"num_experts_per_tok": 2, "head_dim": 8}
+    text |= {"num_key_value_heads": 2, "router_aux_loss_coef": 0.1}
+    text |= {"rope_parameters": rope | {"rope_theta": 1e4}}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "patch_size": 4,
+    }
+    vision |= {"out_hidden_size": 32, "deepstack_visual_indexes": [0]}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    return Qwen3VLMoeForConditionalGeneration(config)
+
+
 def of_experts(trainer: str, name: str) -> dict[str, Any]:
     """What a trainer is made with, so that its loss balances experts."""
     import transformers

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tests.integrations.real.models import EXPERTS, of_experts
+from tests.integrations.real.models import EXPERTS, experts_that_see, of_experts
 from tests.integrations.real.trainers import (
     AS_CONFIGURED,
     SEARCHING,
@@ -145,6 +145,7 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
             ("rloo", "Qwen3MoeForCausalLM"),
         ]
     },
+    "sft of a model that sees": ("sft", lambda: {"model": experts_that_see()}),
     "kto": ("kto", lambda: {"loss_type": "kto"}),
     "dpo, aot": ("dpo", lambda: {"loss_type": ["sigmoid", "aot"]}),
     "dpo, sft": ("dpo", lambda: {"loss_type": ["sigmoid", "sft"]}),
