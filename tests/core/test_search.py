@@ -20,7 +20,8 @@ def run(
     def trial(size: int) -> SizeTrial:
         peak = memory(size)
         failed_in = None if peak <= capacity else "forward"
-        return SizeTrial(size, 0.0, (RankReport(failed_in, peak, peak, 0, capacity),))
+        report = RankReport(peak, peak, 0, failed_in=failed_in, usable_bytes=capacity)
+        return SizeTrial(size, 0.0, (report,))
 
     return find_largest(strategy, sizes, trial)
 

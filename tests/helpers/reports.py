@@ -17,7 +17,9 @@ def trial(
     size: int, peaks: list[int], failed: dict[int, str] | None = None, retries: int = 0
 ) -> SizeTrial:
     reports = tuple(
-        RankReport((failed or {}).get(rank), peak, peak - GIB, retries, usable_bytes=76 * GIB)
+        RankReport(
+            peak, peak - GIB, retries, failed_in=(failed or {}).get(rank), usable_bytes=76 * GIB
+        )
         for rank, peak in enumerate(peaks)
     )
     return SizeTrial(size, 1.25, reports)

@@ -31,7 +31,8 @@ class FakeProbe:
         self.tried.append(size)
         peak = FIXED + EACH_ROW * size
         failed = "forward" if peak > self.limit else None
-        return SizeTrial(size, 0.1, (RankReport(failed, min(peak, LIMIT), peak, 0, self.limit),))
+        report = RankReport(min(peak, LIMIT), peak, 0, failed_in=failed, usable_bytes=self.limit)
+        return SizeTrial(size, 0.1, (report,))
 
 
 class FakePredictions:

@@ -303,7 +303,8 @@ def found_by(strategy: Strategy | Literal["predict"], folder: Path) -> SearchRes
 
 
 def a_trial(size: int) -> SizeTrial:
-    return SizeTrial(size, 0.1, (RankReport(None, 10 * size, 10 * size, 0, usable_bytes=100),))
+    report = RankReport(10 * size, 10 * size, 0, failed_in=None, usable_bytes=100)
+    return SizeTrial(size, 0.1, (report,))
 
 
 def test_a_size_at_which_a_prediction_stopped_is_not_kept(tmp_path: Path) -> None:

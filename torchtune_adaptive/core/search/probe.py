@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -139,13 +139,7 @@ class Probe:
         self.step.memory.synchronize()
         usage = self.step.memory.usage()  # before restoring, which takes memory, too
         self._snapshot.restore()
-        report = RankReport(
-            failed_in=failed_in,
-            peak_bytes=usage.peak_bytes,
-            peak_allocated_bytes=usage.peak_allocated_bytes,
-            retries=usage.retries,
-            usable_bytes=usable,
-        )
+        report = RankReport(**asdict(usage), failed_in=failed_in, usable_bytes=usable)
         reports = tuple(self.step.ranks.gather(report))
         return SizeTrial(size, time.perf_counter() - started, reports)
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 from torchtune_adaptive.common import NothingFits, bytes_of, counted, human_bytes
 from torchtune_adaptive.core.device.memory import Usage
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """The outcome of a trial on one rank."""
+@dataclass(frozen=True, kw_only=True)
+class RankReport(Usage):
+    """The outcome of a trial on one rank, with its use of memory."""
 
     failed_in: str | None
     """The stage in which this rank ran out of memory."""
-    peak_bytes: int
-    peak_allocated_bytes: int
-    retries: int
     usable_bytes: int
     """Usable memory: the capacity of this rank, less the headroom; in the first steps, the whole capacity."""
 
@@ -75,12 +73,8 @@ class SizeTrial:
 
     @property
     def usage(self) -> Usage:
-        """The most that any rank used."""
-        return Usage(
-            max(report.peak_bytes for report in self.reports),
-            max(report.peak_allocated_bytes for report in self.reports),
-            sum(report.retries for report in self.reports),
-        )
+        """The most that any rank used, and the retries of all."""
+        return reduce(Usage.__or__, self.reports)
 
     def nothing_fits(self, row: str, remedy: str) -> NothingFits:
         """Why not even one row can be trained, and what would change that."""
