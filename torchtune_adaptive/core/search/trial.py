@@ -74,7 +74,7 @@ class SizeTrial:
     @property
     def usage(self) -> Usage:
         """The most that any rank used, and the retries of all."""
-        return reduce(Usage.__or__, self.reports)
+        return reduce(Usage.__or__, self.reports, Usage(0, 0, 0))
 
     def nothing_fits(self, row: str, remedy: str) -> NothingFits:
         """Why not even one row can be trained, and what would change that."""
