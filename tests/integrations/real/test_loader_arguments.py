@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from tests.helpers.tiny_trainer import Net, Rows, arguments, losses, searched
 from tests.integrations.real.trainers import (
     AS_CONFIGURED,
     LOGGED,
@@ -22,7 +23,6 @@ from tests.integrations.real.trainers import (
     tokens,
     trained,
 )
-from tests.integrations.test_with_trainer import Net, Rows, arguments, losses, searched
 from torchtune_adaptive import UsageError
 from torchtune_adaptive.integrations import Adaptive
 from torchtune_adaptive.integrations.transformers import adaptive
