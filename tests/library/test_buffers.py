@@ -230,3 +230,22 @@ def test_a_step_pays_only_for_buffers_that_change(
     assert (len(looks), copies.number) == (looked_at, copied)
     run.step(rows_of(4), collate, 4)
     assert len(looks) == 2 * looked_at
+
+
+def test_no_memory_is_kept_for_what_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "_OF_WEIGHTS", 64)
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Module())
+    model[1].register_buffer("rotary", torch.ones(4))
+    model[1].register_buffer("packed", torch.ones(64, dtype=torch.uint8))
+    kept = buffers.Buffers(model)
+    copies = lambda: sum(len(each._copies) for each in kept._modules)  # noqa: E731
+    assert copies() == 4  # statistics, the number of batches, and what may change; no weights
+    for _ in range(2):
+        kept.keep()
+        model[0](torch.randn(2, WIDTH))
+        kept.learn()
+    assert copies() == 3
+    kept.keep()
+    model[0](torch.randn(2, WIDTH))
+    kept.restore()
+    assert int(model[0].num_batches_tracked) == 2

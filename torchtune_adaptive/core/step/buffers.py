@@ -17,6 +17,8 @@ from torchtune_adaptive.core.private import version_of
 _PLAIN = {bool, int, float, complex, str, tuple, torch.Size, torch.dtype, torch.device, type(None)}
 _SWITCHED = {"gradient_checkpointing"}
 """Attributes of transformers' layers that memory knobs set, and no forward pass."""
+_OF_WEIGHTS = 16 << 20
+"""The bytes from which a tensor of whole numbers is taken for quantized weights, which no pass changes."""
 _LOOKS = 2
 """The passes that show what changes. In the first one, flags change that are set once and for all."""
 
@@ -50,7 +52,10 @@ class Buffers:
         if self._looks:
             self._looks -= 1
             watched = [each for each in self._modules if each.has_to_be_watched()]
-            self._modules = self._modules if self._looks else watched
+            if not self._looks:
+                self._modules = watched
+                for each in watched:
+                    each.drop_copies()
 
 
 class _Module:
@@ -75,6 +80,7 @@ class _Module:
             # No step can change an inference tensor in place.
             if type(each) not in _PLAIN and not each.is_inference()
             for plain in plain_tensors(each)
+            if plain.is_floating_point() or plain.nbytes < _OF_WEIGHTS
         ]
         replaced = [*map(id, tensors)] != [*map(id, self._tensors)]
         self._changes = self._changes or (not replaced and self._have_changed(by_value=False))
@@ -92,10 +98,15 @@ class _Module:
                 del place[name]
             place.update(kept)
         self._changes = self._changes or self._have_changed(by_value)
-        if self._changes:
+        if self._changes and self._copies:
             for tensor, copy in zip(self._tensors, self._copies, strict=True):
                 tensor.copy_(copy)
             self._versions = [*map(version_of, self._tensors)]
+
+    def drop_copies(self) -> None:
+        """Drop copies on the host of what does not change in place."""
+        if not self._changes:
+            self._copies = []
 
     def has_to_be_watched(self) -> bool:
         """Whether it has buffers, or attributes that have changed since they were kept."""
