@@ -39,42 +39,49 @@ def terms_of_loss(
         batches: the batches of a step.
     """
 
-    def loss_alone(held: OnHost) -> list[float]:
-        """The loss of a batch, as in evaluation."""
+    def loss_of(tried: Any) -> torch.Tensor:
         from accelerate.utils import send_to_device
 
-        seed, tried = held.value
-        for set_seed in (torch.manual_seed, random.seed, np.random.seed):
-            set_seed(seed)
         # Some trainers change what they get.
         inputs = copy.copy(send_to_device(tried, trainer.args.device))
         with (
             mock.patch.object(trainer, "current_gradient_accumulation_steps", batches, create=True),
-            # Not compiled for these few shapes, and yet by way of what shards the model, maybe outside.
-            torch.compiler.set_stance("force_eager"),
             private.unpacked(bare),
             trainer.compute_loss_context_manager(),
         ):
-            return [float(trainer.compute_loss(model, inputs, num_items_in_batch=items))]
+            loss: torch.Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+            return loss
 
     bare = trainer.accelerator.unwrap_model(model)
+    half = "bf16" if trainer.args.bf16 else "16" if trainer.args.fp16 else ""
+    return look(step, loss_of, rows, batch, collate, half)
+
+
+def look(
+    step: AdaptiveStep,
+    loss_of: Callable[[Any], torch.Tensor],
+    rows: Sequence[Any],
+    batch: int,
+    collate: Callable[[Sequence[Any]], Any],
+    precision: str,
+) -> Found:
+    """What the losses of batches are a sum or a mean of, computed by ``loss_of`` as in evaluation; with
+    autocast, ``precision`` has 16 in it, and maybe bf."""
+
+    def loss_alone(held: OnHost) -> list[float]:
+        seed, tried = held.value
+        for set_seed in (torch.manual_seed, random.seed, np.random.seed):
+            set_seed(seed)
+        # Not compiled for these few shapes, and yet by way of what shards the model, maybe outside.
+        with torch.compiler.set_stance("force_eager"):
+            return [float(loss_of(tried))]
+
     losses = step.forward_only(loss_alone, name="a first look at the loss")
-    finder = TermsFinder(
-        lambda tried: losses(tried, lambda one: OnHost(one[0]), 1),
-        collate,
-        rows,
-        batch,
-        step.ranks,
-        rounding=_rounding(bare, trainer.args),
-    )
-    return finder.found()
-
-
-def _rounding(model: torch.nn.Module, args: Any) -> float:
-    """The relative error of a loss."""
-    kinds = {each.dtype for each in model.parameters() if each.is_floating_point()}
-    if args.bf16:
+    kinds = {p.dtype for p in step.train_step.model.parameters() if p.is_floating_point()}
+    if "bf16" in precision:
         kinds.add(torch.bfloat16)
-    if args.fp16 or torch.get_float32_matmul_precision() != "highest":  # TF32 has as many digits
+    elif "16" in precision or torch.get_float32_matmul_precision() != "highest":  # as TF32 has
         kinds.add(torch.float16)
-    return max(_ROUNDING.get(kind, 2e-2) for kind in kinds)
+    rounding = max(_ROUNDING.get(kind, 2e-2) for kind in kinds)
+    by_ranks = lambda tried: losses(tried, lambda one: OnHost(one[0]), 1)  # noqa: E731
+    return TermsFinder(by_ranks, collate, rows, batch, step.ranks, rounding).found()

@@ -12,9 +12,12 @@ import torch
 from torch.optim import LBFGS
 
 from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.core import Buffers, Generators
+from torchtune_adaptive.integrations.first_look import look
 from torchtune_adaptive.integrations.options import Adaptive
-from torchtune_adaptive.integrations.row_step import RowStep
+from torchtune_adaptive.integrations.row_step import RowStep, normalizes
 from torchtune_adaptive.integrations.rows import KeptRows
+from torchtune_adaptive.integrations.terms import Terms
 from torchtune_adaptive.library import AdaptiveStep
 
 
@@ -49,6 +52,7 @@ class ModuleStep(RowStep):
         trainer = self._trainer
         self._batch_idx = batch_idx
         # The trainer divides by this number of batches, also where an epoch ends with fewer.
+        self._of_step = batches
         self._part = len(batches) / trainer.accumulate_grad_batches
         self._terms = max(1, sum(self._count(batch.rows, batch.inputs) for batch in batches))
         self._logged = {}
@@ -98,7 +102,25 @@ class ModuleStep(RowStep):
                 f"training_step: returned {loss!r}, and must return the loss of each batch. None would skip "
                 "it on one rank only."
             )
-        return loss * (self._weight / self._terms * self._part)
+        share = 1 / len(self._of_step) if self._whole else self._weight / self._terms
+        return loss * (share * self._part)
+
+    def _look_at_loss(self, step: AdaptiveStep) -> str | None:
+        if why := normalizes(step):
+            return why
+        drawn, buffers = Generators(self._device), Buffers(step.train_step.model)
+        rows, of_batch = [row for one in self._of_step for row in one.rows], len(self._of_step[0])
+        precision = str(self._trainer.precision)
+        with self.around(step):
+            terms, why = look(step, self._forward, rows, of_batch, self._micro_batch, precision)
+        drawn.restore()
+        buffers.restore()
+        self.restore()
+        if terms is Terms.ITEMS:  # shares of the step add up
+            return None
+        return why or "its loss is no mean over " + (
+            "rows" if self._terms_of is None else "what adaptive_num_items counts"
+        )
 
     def _count(self, rows: Sequence[Any] | torch.Tensor, inputs: Any) -> int:
         """The terms in a batch."""

@@ -215,16 +215,26 @@ def test_one_process(name: str) -> None:
     assert seen["sizes"][0][0] >= 4 and seen["sizes"][1] == (4, 1), seen
 
 
-def normalized() -> list[Any]:
-    runs = [fit(each, kind=Normalized) for each in (None, AS_CONFIGURED, SEARCHING)]
+class Comparing(Module):
+    """Tells the rows of a batch apart: the loss of one alone is 0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = self.model.model.embed_tokens(batch["input_ids"]).mean(1)
+        similar = rows @ torch.roll(rows, 1, 1).T * 1e3
+        return torch.nn.functional.cross_entropy(similar, torch.arange(len(rows)))
+
+
+def undivided(kind: type[Module]) -> list[Any]:
+    settings = {"kind": kind, "accumulate_grad_batches": 2}
+    runs = [fit(each, **settings) for each in (None, AS_CONFIGURED, SEARCHING)]
     plain, equal, searched = runs
-    return [torch.equal(each.weights, plain.weights) for each in (equal, searched)] + [
-        searched.sizes
-    ]
+    same = [torch.equal(each.weights, plain.weights) for each in (equal, searched)]
+    return [*same, searched.sizes]
 
 
-def test_a_module_that_normalizes_over_a_batch_is_not_divided() -> None:
-    assert on_ranks(normalized, 1) == [[True, True, (4, 4)]]
+@pytest.mark.parametrize("kind", [Normalized, Comparing])
+def test_what_is_of_a_whole_batch_is_not_divided(kind: type[Module]) -> None:
+    assert on_ranks(undivided, 1, kind) == [[True, True, (4, 4)]]
 
 
 def compare_on_ranks(way: str) -> dict[str, Any]:
