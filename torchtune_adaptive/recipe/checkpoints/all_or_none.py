@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,14 +51,30 @@ class AllOrNone:
 
     def read(self, read: Callable[[], T], checkpointer: str = "checkpointer") -> T:
         """What every rank reads for itself, with the checkpointer of that key."""
-        result: T | None = None
-        problem: Exception | None = None
+        with self.together(partial(_unreadable, checkpointer), Exception):
+            return read()
+
+    @contextmanager
+    def together(
+        self,
+        describe: Callable[[BaseException], str],
+        kinds: type[BaseException] | tuple[type[BaseException], ...] = OSError,
+    ) -> Iterator[None]:
+        """A context in which each rank does its part. At its end, an error of one is raised on all.
+
+        Args:
+            describe: gives the text of an error, for all ranks.
+            kinds: the errors that a rank may have.
+
+        Raises:
+            CheckpointError: with the description of the first.
+        """
+        problem: BaseException | None = None
         try:
-            result = read()
-        except Exception as error:
+            yield
+        except kinds as error:
             problem = error
-        self.raise_if_any(problem, partial(_unreadable, checkpointer))
-        return result  # type: ignore[return-value]
+        self.raise_if_any(problem, describe)
 
     def raise_if_any(
         self, problem: BaseException | None, describe: Callable[[BaseException], str]

@@ -74,13 +74,9 @@ class Neighbours:
         self, name: str, in_thread: AllOrNone, describe: Callable[[BaseException], str]
     ) -> None:
         """Make the place where it is written, on the machines where rank 0 has not."""
-        problem = None
-        if self.places.is_leader and not in_thread.ranks.is_zero:
-            try:
+        with in_thread.together(describe):
+            if self.places.is_leader and not in_thread.ranks.is_zero:
                 self._folder.begin(name)
-            except OSError as error:
-                problem = error
-        in_thread.raise_if_any(problem, describe)
 
     def complete(
         self,
@@ -126,14 +122,10 @@ class Neighbours:
     ) -> None:
         """Write files of rank 0 on the other machines."""
         contents = in_thread.decide(lambda: {one: (folder / one).read_bytes() for one in names})
-        problem = None
-        if self.places.is_leader and not in_thread.ranks.is_zero:
-            try:
+        with in_thread.together(describe):
+            if self.places.is_leader and not in_thread.ranks.is_zero:
                 for name, content in contents.items():
                     (folder / name).write_bytes(content)
-            except OSError as error:
-                problem = error
-        in_thread.raise_if_any(problem, describe)
 
     def _copied(
         self, name: str, folder: Path, of_ranks: Sequence[durable.Files], in_thread: AllOrNone

@@ -38,20 +38,16 @@ class Places:
             CheckpointError: on all ranks, if one cannot write to it.
         """
         mark = folder / f".place.{everyone.decide(lambda: uuid.uuid4().hex[:8])}"
-        ranks, is_mine = everyone.ranks, False
-        problem: Exception | None = None
-        try:
+        ranks = everyone.ranks
+
+        def describe(error: BaseException) -> str:
+            return f"{folder}: {reason(error)}"
+
+        with everyone.together(describe):
             folder.mkdir(parents=True, exist_ok=True)
             is_mine = _write_first(mark, str(ranks.rank))
-        except OSError as error:
-            problem = error
-        everyone.raise_if_any(problem, lambda error: f"{folder}: {reason(error)}")
-        writer = -1
-        try:
+        with everyone.together(describe, (OSError, ValueError)):
             writer = int(mark.read_text())
-        except (OSError, ValueError) as error:
-            problem = error
-        everyone.raise_if_any(problem, lambda error: f"{folder}: {reason(error)}")
         if is_mine:  # all have read it
             mark.unlink(missing_ok=True)
         writers, hosts = zip(*everyone.gather((writer, socket.gethostname())), strict=True)

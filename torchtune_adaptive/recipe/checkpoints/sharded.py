@@ -110,13 +110,9 @@ class ShardedCheckpoints:
         if not in_background:
             self._write(name, state, facts, describe)
             return
-        problem, staged = None, state
         try:
-            staged = self._copy(state)
-        except Exception as error:
-            problem = error
-        try:
-            self._all.raise_if_any(problem, describe)
+            with self._all.together(describe, Exception):
+                staged = self._copy(state)
         except CheckpointError:
             self._abandon(name)
             raise
@@ -219,8 +215,8 @@ class ShardedCheckpoints:
         self, name: str, state: dict[str, Any], describe: Callable[[BaseException], str]
     ) -> list[durable.Files]:
         """The files of each rank, written and on disk."""
-        folder, mine = self.folder.staging / name, durable.Files()
-        problem: BaseException | None = None
+        folder = self.folder.staging / name
+        problem: CheckpointException | None = None
         left: str | None = None
         try:
             dcp.save(
@@ -238,13 +234,11 @@ class ShardedCheckpoints:
             # before the exception is gone, whose frames refer to it.
             self._in_thread.ranks.close()
             raise CheckpointError(left)
-        if problem is None:
-            try:
-                # Each rank reads what it has written, which is still in memory.
-                mine = self.folder.flushed(name, f"__{self._all.ranks.rank}_*")
-            except OSError as error:
-                problem = error
-        self._in_thread.raise_if_any(problem, describe)
+        with self._in_thread.together(describe, (OSError, CheckpointException)):
+            if problem is not None:
+                raise problem
+            # Each rank reads what it has written, which is still in memory.
+            mine = self.folder.flushed(name, f"__{self._all.ranks.rank}_*")
         return self._in_thread.gather(mine)
 
     def _publish(
@@ -254,13 +248,9 @@ class ShardedCheckpoints:
         written: durable.Files,
         describe: Callable[[BaseException], str],
     ) -> None:
-        problem: Exception | None = None
-        if self._publishes:
-            try:
+        with self._in_thread.together(describe, Exception):
+            if self._publishes:
                 self.folder.publish(name, facts, written)
-            except Exception as error:
-                problem = error
-        self._in_thread.raise_if_any(problem, describe)
         if self._all.ranks.is_zero:
             log.info(f"Saved the {self._what} {self.folder.path / name}.")
 

@@ -92,13 +92,8 @@ class WeightFiles:
         def keeps(name: str) -> bool:
             return self._is_own(self._file[name]) or (is_zero and name in self._adapters)
 
-        gathered, problem = dict[str, torch.Tensor](), None
-        try:
-            gathered = weights_in_files(self._weights, keeps, device, folder)
-        except OSError as error:
-            problem = error
-        self._all.raise_if_any(problem, describe)
-        return gathered
+        with self._all.together(describe):
+            return weights_in_files(self._weights, keeps, device, folder)
 
     def write(self, folder: Path, gathered: dict[str, torch.Tensor], describe: Describe) -> Written:
         """Write all files into the staged folder of a checkpoint; what all ranks have written.
@@ -109,16 +104,13 @@ class WeightFiles:
         Raises:
             CheckpointError: on all ranks, if one of them could not.
         """
-        mine, problem = Written(), None
+        mine = Written()
         adapters = self._whole.adapters(gathered)
-        try:
+        with self._all.together(describe, Exception):
             for file in filter(self._is_own, range(self.count)):
                 own = {n: gathered.pop(n) for n, number in self._file.items() if number == file}
                 parts = {training.MODEL_KEY: self._whole.merged(own)}
                 mine.add(self._write_one(folder, parts if file else {**parts, **adapters}, file))
-        except Exception as error:
-            problem = error
-        self._all.raise_if_any(problem, describe)
         written = Written()
         for each in self._all.gather(mine):
             written.add(each)

@@ -185,24 +185,17 @@ class WholeSnapshots:
         if not self._is_scattered(found):
             return
         small = [name for name in found.names if not name.endswith(_PARTS)]
-        rank, problem = self._places.rank, None
         contents = dict[str, bytes]()
-        try:
+        with self._all.together(reason):
             if self._places.is_leader:
                 self._link(found)
             for name in small:
-                if rank == found.holders(name)[0]:
+                if self._places.rank == found.holders(name)[0]:
                     contents[name] = (self._path(found) / name).read_bytes()
-        except OSError as error:
-            problem = error
-        self._all.raise_if_any(problem, reason)
         everyones = self._all.gather(contents)
-        try:
+        with self._all.together(reason):
             if self._places.is_leader:
                 self._write(everyones)
-        except OSError as error:
-            problem = error
-        self._all.raise_if_any(problem, reason)
 
     def _link(self, found: _Snapshot) -> None:
         shutil.rmtree(self._view, ignore_errors=True)
