@@ -146,17 +146,18 @@ class AdaptiveRolloutMixin(RolloutHooks, AdaptiveMixin):
         self,
         score: Callable[..., Any],
         model: Any,
-        tokens: Any,
-        mask: Any,
-        width: int,
+        input_ids: Any,  # as TRL names them, and some call it
+        attention_mask: Any,
+        logits_to_keep: int,
         batch_size: int | None = None,
         **named: Any,
     ) -> Any:
         step = self._training()
         if step is None or not self._scores:
-            return score(model, tokens, mask, width, batch_size, **named)
-        own = lambda *some: score(model, *some, width, **named)[0]  # noqa: E731
-        return step.scored(own, model, tokens, mask, batch_size or len(tokens)), None, None
+            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **named)
+        own = lambda *some: score(model, *some, logits_to_keep, **named)[0]  # noqa: E731
+        size = batch_size or len(input_ids)
+        return step.scored(own, model, input_ids, attention_mask, size), None, None
 
     def _training(self) -> RolloutStep | None:
         """The steps of the training that runs; None outside of one."""

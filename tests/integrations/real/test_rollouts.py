@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from importlib.metadata import version
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from tests.integrations.real.trainers import (
     llama,
     lora,
     losses_in,
+    make,
     on_ranks,
     rank,
     texts,
@@ -195,3 +197,17 @@ def test_all_ranks_end_where_not_even_one_row_fits_on_one() -> None:
     zero, one = on_ranks(not_even_one_row, 2, timeout=120)
     assert zero.startswith("0: generation failed on another process")
     assert "with a single row" in one and "generation" in one
+
+
+def by_names() -> list[int]:
+    """The shape of log-probabilities, by a private method that subclasses of TRL's call by names."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make("grpo", AS_CONFIGURED, folder)
+        ids = torch.ones(2, 6, dtype=torch.long)
+        score = trainer._get_per_token_logps_and_entropies
+        found = score(trainer.model, input_ids=ids, attention_mask=ids, logits_to_keep=4)
+    return list(found[0].shape)
+
+
+def test_log_probabilities_can_be_asked_for_by_names() -> None:
+    assert on_ranks(by_names, 1) == [[2, 4]]
