@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.cli.candidates_report import Fastest, draw_fastest
+from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.job import job
-from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_report import (
     PlanReport,
     WhatIfResult,
@@ -22,9 +19,7 @@ from torchtune_adaptive.cli.plan_report import (
     headline,
 )
 from torchtune_adaptive.cli.speed_report import DeviceAnswer, compare_table
-from torchtune_adaptive.common import plots
 from torchtune_adaptive.common.document import as_markdown, as_text
-from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.planner import Answer
 from torchtune_adaptive.planner.memory.gpus import GPUS
 from torchtune_adaptive.planner.memory.peak import Peak
@@ -44,9 +39,9 @@ def a_prediction(**changes: Any) -> Prediction:
     return Prediction(
         **{
             **dict(rows=2, length=2048, ranks=8, rank=0, largest=13, configured=peak),
-            **dict(at_largest=replace(peak, rows=13, phase="optimizer step"), curve=[]),
+            **dict(at_largest=replace(peak, rows=13, phase="optimizer step")),
             **dict(rounding="power_of_two", picked=replace(peak, rows=8)),
-            **dict(timeline=[], traced_directly=False, uneven=False, seconds=1.0, tool_bytes=1),
+            **dict(traced_directly=False, uneven=False, seconds=1.0, tool_bytes=1),
             **changes,
         }
     )
@@ -297,15 +292,3 @@ class TestWhatIsPrinted:
         larger = WhatIfResult("larger", a_prediction(largest=40), override="c=3")
         text = as_markdown(details(a_report(self.plan, larger)))
         assert "| larger | 13 -> 40 | +0 B | 19 GiB | `c=3` |" in text
-
-    def test_candidates_that_take_as_much_and_as_long_are_drawn(self) -> None:
-        own = Candidate(self.plan.query().asked, (), 1.0, 1e6, 1 << 30, True)
-        other = replace(own, changes=(Change("optimizer.fused", False, True, "rounding"),))
-        figure = plots.new_figure(4, 4)
-        assert figure is not None
-        draw_fastest(figure.subplots(), Fastest(self.plan, [own, other], "rounding"))
-
-    def test_a_plot_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(ConfigError, match="pip install matplotlib"):
-            draw(a_report(self.plan), Path("plan.png"))

@@ -70,22 +70,19 @@ def test_a_plan_for_the_simulated_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, which saves an import of torch; the exhaustive tests have commands."""
-    picture = tmp_path / "plan.png"
     line = ["--config", "tiny/full", "--nproc", "2", "--json", "--no-what-ifs"]
-    line += ["--plot", str(picture), "adaptive_batching.probe_length=103"]
+    line += ["adaptive_batching.probe_length=103"]
     require_supported_versions()  # as in PROGRAM
     before = state_of_this_process()
     assert plan_command(asked(line)) == 0
     assert state_of_this_process() == before
     said = capsys.readouterr()
-    assert f"Plot: {picture}\n" in said.err
     printed = json.loads(said.out)
     assert printed["verdict"] == "FITS"
     assert printed["largest"] == 14  # what the searches find without rounding
     assert printed["configured"]["parts"].keys() >= {"activations", "logits and loss", "parameters"}
     assert printed["configured"]["phase"] in ("forward", "backward")
     assert not printed["traced_directly"]
-    assert picture.stat().st_size > 10_000
 
 
 def test_a_plan_of_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +158,6 @@ def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
         (["tiny/grpo", "--fastest"], "--fastest is not for recipes that generate the rows"),
         (["tiny/grpo", "--may-change", "exact"], "--may-change is not for recipes that"),
         (["tiny/ppo", "--compare", "h100,a100-80"], "--compare is not for recipes that"),
-        (["tiny/ppo", "--plot", "plan.png"], "--plot is not for recipes that generate"),
         (["tiny/full", "--method", "lora"], "is for --hf"),
         (["tiny/full", "~nothing"], "removes what the config does not have"),
         (["--hf", "/nowhere"], "'/nowhere' has no config.json that can be read"),

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from torchtune_adaptive.common import largest
 from torchtune_adaptive.planner.memory.allocator import MIB
-from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp, peak, timeline
+from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp, peak
 from torchtune_adaptive.planner.memory.recorded_step import (
     Bilinear,
     Label,
@@ -101,11 +101,6 @@ def test_a_verdict_is_given_where_the_error_leaves_no_doubt(limit: int, verdict:
     device = DeviceLimits("", limit, caching=False, band=0.03)
     found = peak(StartUp(NOTHING, NOTHING), step(1000), 1, 1, device)
     assert verdict in found.verdict(device)
-
-
-def test_a_timeline_shows_the_highest_moment_of_each_stretch() -> None:
-    line = timeline(StartUp(NOTHING, NOTHING), step(1, 2, 3), SIMULATED, points=3)
-    assert [parts["activations"] for _, parts in line] == [3, 6, 3]
 
 
 @pytest.mark.parametrize("guess", [-5, 1, 2, 9, 10, 11, 500])

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtune_adaptive.cli.margin import caution, peak_of
-from torchtune_adaptive.common import Block, Listing, Paragraph, Table, human_bytes, plots
+from torchtune_adaptive.common import Block, Listing, Paragraph, Table, human_bytes
 from torchtune_adaptive.planner import Speed
 from torchtune_adaptive.recipe import Candidate, PlanRequest, chosen, overrides, too_close_to_call
 
@@ -188,38 +188,3 @@ def _as_dict(fastest: Fastest, one: Candidate) -> dict[str, Any]:
         "fits": one.fits,
         "verdict": fastest.verdict(one),
     }
-
-
-def draw_fastest(axes: Any, fastest: Fastest) -> None:
-    """Speed against memory: the candidates that were traced, the frontier, and the choice."""
-    usable = fastest.plan.device.usable_bytes
-    unit, bytes_each = plots.memory_unit(usable)
-    seen = sorted(
-        (one.reserved / bytes_each, one.tokens_per_second_per_gpu)
-        for one in fastest.candidates
-        if one.reserved is not None
-    )
-    axes.scatter([x for x, _ in seen], [y for _, y in seen], color=plots.GRAY, label="candidates")
-    frontier: list[tuple[float, float]] = []
-    for x, y in seen:
-        if not frontier or y > frontier[-1][1]:
-            frontier.append((x, y))
-    xs, ys = [x for x, _ in frontier], [y for _, y in frontier]
-    axes.plot(xs, ys, drawstyle="steps-post", color=plots.BLUE, label="frontier")
-    for name, one, color in (
-        ("as it is", fastest.own, plots.ORANGE),
-        ("choice", fastest.choice, plots.GREEN),
-        ("with margin", fastest.choice_with_margin if fastest.is_uncertain else None, plots.PURPLE),
-    ):
-        if one is not None and one.reserved is not None:
-            at = one.reserved / bytes_each, one.tokens_per_second_per_gpu
-            axes.scatter(*at, color=color, s=60, zorder=3, label=name)
-    axes.axvline(usable / bytes_each, color=plots.GRAY, linestyle="--", label="usable memory")
-    axes.set(
-        title="Speed and memory of the candidates that were traced",
-        xlabel=f"peak held by the allocator ({unit})",
-        ylabel="predicted tokens/s per GPU",
-    )
-    plots.whole_numbers(axes.yaxis)
-    plots.tidy(axes)
-    plots.legend_beside(axes)

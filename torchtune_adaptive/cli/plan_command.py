@@ -21,7 +21,6 @@ from torchtune_adaptive.cli.job import Job, job
 from torchtune_adaptive.cli.margin import estimate_line
 from torchtune_adaptive.cli.page_questions import PageTables, tables_for
 from torchtune_adaptive.cli.plan_page import write_page
-from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import Interrupted, TraceProgress
 from torchtune_adaptive.cli.plan_report import (
     PlanReport,
@@ -106,9 +105,6 @@ def plan_config(
         print(json.dumps(as_dict(report), indent=1))
     else:
         print(arguments.render(details(report)), end="")
-    if arguments.plot is not None:
-        draw(report, arguments.plot)
-        print(f"Plot: {arguments.plot}", file=sys.stderr)  # stdout may be JSON
     if tables:
         write_page(arguments.html, tables.page(arguments))
     return report.verdict
@@ -157,7 +153,6 @@ def _predict(
     plan: PlanRequest, arguments: argparse.Namespace, tables: PageTables | None = None
 ) -> PlanReport:
     """Predict everything at once; the headline is printed as soon as it is known."""
-    in_detail = arguments.plot is not None
     fastest = arguments.fastest or arguments.may_change is not None
     if fastest and plan.pace is None:
         raise NoPrediction(f"--fastest: {plan.assumptions[-1]}.")
@@ -179,14 +174,14 @@ def _predict(
             progress.follow(answer, _WORK[work])
             return answer
 
-        query = plan.query(in_detail=in_detail, confirmed=rollouts)
+        query = plan.query(confirmed=rollouts)
         configured = answers.ask(predict, replace(query, beside=True), urgent=True)
         progress.follow(configured, "the first answer")
         if answers.must_trace(configured) and (about := estimated(plan)):
             where = f"batch_size {about.rows}"
             progress.estimate(estimate_line(plan.device, about.reserved, estimate.ERROR, where))
         ranked = _ask_for_candidates(plan, arguments.may_change, ask) if fastest else None
-        others = [ask(predict, replace(one.query, in_detail=in_detail)) for one in alternatives]
+        others = [ask(predict, one.query) for one in alternatives]
         progress.wait(configured)
         try:
             found: Prediction = configured.result()
@@ -199,7 +194,7 @@ def _predict(
             more = list(splits(plan))
             progress.expect_more(len(more))
             alternatives += more
-            others += [ask(predict, replace(one.query, in_detail=in_detail)) for one in more]
+            others += [ask(predict, one.query) for one in more]
         # Asked last: they use the traces of those above.
         confirmed = last = by_rank = None
         if not fastest and not rollouts:
@@ -274,7 +269,7 @@ def _job(
 
 def _require_no_comparison(arguments: argparse.Namespace) -> None:
     """Raise if something is asked that is about steps alone, and rows are generated."""
-    for option in ("fastest", "may_change", "compare", "plot"):
+    for option in ("fastest", "may_change", "compare"):
         if getattr(arguments, option):
             name = f"--{option.replace('_', '-')}"
             raise NoPrediction(

@@ -116,7 +116,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=as_text,
         help="print Markdown",
     )
-    add("--plot", type=Path, metavar="FILE", help="save a plot of peak memory (.png, .svg, .pdf)")
     html_help = (
         "save one page of HTML on which rows, their length, GPUs and checkpointing can be changed"
     )

@@ -45,7 +45,7 @@ GENERATING = ("GRPOTrainer", "RLOOTrainer")
 _HEADROOM = 0.05
 _NOT_SETTINGS = ("folder", "load_in_4bit", "lora", "ranks", "trainer")
 """Fields of a step that options give."""
-_UNUSED = ("plot", "fastest", "may_change")
+_UNUSED = ("fastest", "may_change")
 """Options to which these steps have no answer."""
 _OF_STEPS = ("compare", "tokens", "price", "html", "power", "links", "network")
 """Options about steps alone: about their speed, and the page."""

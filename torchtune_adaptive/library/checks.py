@@ -242,5 +242,7 @@ def modules(name: str, value: Any) -> tuple[nn.Module, ...]:
 def normalizes_over_rows(model: nn.Module) -> str:
     """The name of a layer in training mode that normalizes over the rows of a micro-batch, or nothing."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    found = (name for name, each in model.named_modules() if isinstance(each, kinds) and each.training)
+    found = (
+        name for name, each in model.named_modules() if isinstance(each, kinds) and each.training
+    )
     return next(found, "")

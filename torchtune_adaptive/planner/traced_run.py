@@ -20,7 +20,6 @@ from torchtune_adaptive.planner.memory.peak import (
     StartUp,
     replayed,
     runs_with_retries,
-    timeline,
 )
 from torchtune_adaptive.planner.memory.recorded_step import (
     Bilinear,
@@ -274,11 +273,6 @@ class TracedRun:
         """The operations of a step, with what they compute and move."""
         apart = self.direct or self._traces.compiled  # from the steps whose memory is known
         return operations_of(lambda rows: self._steps.noted(rows, length), rows, apart, self._rows)
-
-    def timeline(
-        self, rows: int, length: int, device: DeviceLimits
-    ) -> list[tuple[str, dict[str, int]]]:
-        return timeline(self._beginning, self._step(rows, length), device)
 
     def _is_traced(self, rows: int) -> bool:
         """Whether a step of so many rows is traced itself, and does not follow from others."""

@@ -203,28 +203,6 @@ def _parts_before(start_up: StartUp, device: DeviceLimits) -> Counter[str]:
     return parts
 
 
-def timeline(
-    start_up: StartUp, step: RecordedStep, device: DeviceLimits, points: int = 400
-) -> list[tuple[str, dict[str, int]]]:
-    """Phase and bytes by category over one step: the highest moment in each of ``points`` intervals."""
-    parts = _parts_before(start_up, device)
-    interval = max(1, len(step.events) // points)
-    line: list[tuple[str, dict[str, int]]] = []
-    highest, phase = -1, ""
-    for index, (event, change) in enumerate(zip(step.events, step.changes(), strict=True)):
-        label = step.labels[event.block]
-        if event.nbytes >= 0:
-            phase = label.phase  # of a release, the label only says where its block was allocated
-        parts[label.category] += change
-        total = sum(parts.values())
-        if index // interval >= len(line):
-            line.append((phase, dict(parts)))
-            highest = total
-        elif total > highest:
-            line[-1], highest = (line[-1][0], dict(parts)), total
-    return line
-
-
 def _replay(
     allocator: Allocator, start_up: StartUp, step: RecordedStep, device: DeviceLimits
 ) -> None:

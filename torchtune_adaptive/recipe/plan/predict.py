@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtune_adaptive.core import Rounding, candidates
@@ -34,9 +34,6 @@ class Prediction:
     rounding: Rounding
     picked: Peak | None
     """Peak at the micro-batch that a search of the same config picks, if the data has enough rows."""
-    curve: list[tuple[int, int, int]] = field(default_factory=list)
-    """Rows, allocated, reserved."""
-    timeline: list[tuple[str, dict[str, int]]] = field(default_factory=list)
     traced_directly: bool = False
     """Whether steps were not bilinear, so that each size was traced separately."""
     uneven: bool
@@ -90,8 +87,6 @@ def _of_steps(query: Query, traces: Traces) -> dict[str, Any]:
         "configured": found.peak,
         "at_largest": run.peak(most, length, device) if most else None,
         "picked": searched.peak(picked, length, device) if picked else None,
-        "curve": _curve(run, query, most) if query.in_detail else [],
-        "timeline": run.timeline(query.rows, length, device) if query.in_detail else [],
         "speed": found.speed,
         "traced_directly": run.direct,
     }
@@ -113,14 +108,6 @@ def _picked(query: Query, most: int) -> int | None:
     """The size that a search returns if ``most`` is the largest that fits."""
     ceiling = min(most, query.asked.settings.ceiling or most)
     return max(candidates(query.rounding, ceiling, query.rows_per_step), default=None)
-
-
-def _curve(run: TracedRun, query: Query, most: int) -> list[tuple[int, int, int]]:
-    """Peaks at the sizes of interest, and at some between and above them."""
-    end = max(most * 5 // 4, query.rows, 8)
-    sizes = sorted({query.rows, most or 1, *(max(2, end * n // 8) for n in range(9))})
-    peaks = ((rows, run.peak(rows, query.length, query.device)) for rows in sizes)
-    return [(rows, peak.allocated, peak.reserved) for rows, peak in peaks]
 
 
 def compare(query: Query, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> list[Answer]:

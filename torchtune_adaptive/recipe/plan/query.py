@@ -19,8 +19,6 @@ class Query:
     device: DeviceLimits
     length: int
     rank: int = 0
-    in_detail: bool = False
-    """Whether to compute the curve and the timeline, too."""
     confirmed: bool = False
     """Whether to trace the largest size itself, as a check of the way it was computed."""
     may_trace: bool = True
