@@ -13,13 +13,13 @@ SLACK = 20
 """Lines that a package may be smaller than its number, so that not each line that is deleted changes it."""
 
 LINES = {
-    "cli": 6654,
-    "common": 1719,
-    "core": 8823,
-    "integrations": 5044,
-    "library": 6703,
-    "planner": 7609,
-    "recipe": 21394,
+    "cli": 6520,
+    "common": 1712,
+    "core": 8826,
+    "integrations": 5079,
+    "library": 6712,
+    "planner": 7581,
+    "recipe": 21360,
     "recipes": 288,
     "torchtune_adaptive": 272,
 }
