@@ -107,12 +107,12 @@ USED_BY_ROLLOUTS = """
     scale_rewards loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha
     ref_model_sync_steps off_policy_mask_threshold use_bias_correction_kl log_completions log_multimodal
     num_completions_to_print log_unique_prompts log_completions_hub_repo normalize_advantages
-    reward_clip_range use_vllm
+    reward_clip_range use_vllm entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max
+    entropy_coef_delta entropy_target top_entropy_quantile
 """
 """What trainers use themselves that generate completions; some values of a few are refused."""
 OF_WHAT_IS_REFUSED = """
-    max_tool_calling_iterations transformers_continuous_batching_config entropy_coef_min entropy_coef_max
-    entropy_coef_delta entropy_target
+    max_tool_calling_iterations transformers_continuous_batching_config
 """
 """What says more about what is refused."""
 
