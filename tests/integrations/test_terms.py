@@ -97,7 +97,9 @@ def found(
             made.append(float(loss(one["labels"], 7)))
         return made
 
-    return TermsFinder(losses, collate, rows, more.get("batch", 3), Ranks(), rounding=1e-6).found()
+    return TermsFinder(
+        losses, collate, rows, more.get("batch", 3), Ranks(), rounding=lambda: 1e-6
+    ).found()
 
 
 @pytest.mark.parametrize("name", LOSSES)

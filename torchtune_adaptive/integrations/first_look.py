@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from torchtune_adaptive.integrations import private
 from torchtune_adaptive.integrations.row_step import OnHost
@@ -53,8 +54,7 @@ def terms_of_loss(
             return loss
 
     bare = trainer.accelerator.unwrap_model(model)
-    half = "bf16" if trainer.args.bf16 else "16" if trainer.args.fp16 else ""
-    return look(step, loss_of, rows, batch, collate, half)
+    return look(step, loss_of, rows, batch, collate)
 
 
 def look(
@@ -63,10 +63,16 @@ def look(
     rows: Sequence[Any],
     batch: int,
     collate: Callable[[Sequence[Any]], Any],
-    precision: str,
 ) -> Found:
-    """What the losses of batches are a sum or a mean of, computed by ``loss_of`` as in evaluation; with
-    autocast, ``precision`` has 16 in it, and maybe bf."""
+    """What the losses of batches are a sum or a mean of, computed by ``loss_of`` as in evaluation."""
+    # TF32 has as many digits as float16.
+    exact = torch.get_float32_matmul_precision() == "highest"
+    kinds = {torch.float32 if exact else torch.float16}
+
+    def note(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Note the precision in which a layer computes: of weights, of autocast, of FSDP, of adapters."""
+        if isinstance(output, torch.Tensor) and output.is_floating_point():
+            kinds.add(output.dtype)
 
     def loss_alone(held: OnHost) -> list[float]:
         seed, tried = held.value
@@ -77,11 +83,10 @@ def look(
             return [float(loss_of(tried))]
 
     losses = step.forward_only(loss_alone, name="a first look at the loss")
-    kinds = {p.dtype for p in step.train_step.model.parameters() if p.is_floating_point()}
-    if "bf16" in precision:
-        kinds.add(torch.bfloat16)
-    elif "16" in precision or torch.get_float32_matmul_precision() != "highest":  # as TF32 has
-        kinds.add(torch.float16)
-    rounding = max(_ROUNDING.get(kind, 2e-2) for kind in kinds)
     by_ranks = lambda tried: losses(tried, lambda one: OnHost(one[0]), 1)  # noqa: E731
-    return TermsFinder(by_ranks, collate, rows, batch, step.ranks, rounding).found()
+    rounding = lambda: max(_ROUNDING.get(kind, 2e-2) for kind in kinds)  # noqa: E731
+    hook = register_module_forward_hook(note)
+    try:
+        return TermsFinder(by_ranks, collate, rows, batch, step.ranks, rounding).found()
+    finally:
+        hook.remove()

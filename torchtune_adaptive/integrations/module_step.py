@@ -110,9 +110,8 @@ class ModuleStep(RowStep):
             return why
         drawn, buffers = Generators(self._device), Buffers(step.train_step.model)
         rows, of_batch = [row for one in self._of_step for row in one.rows], len(self._of_step[0])
-        precision = str(self._trainer.precision)
         with self.around(step):
-            terms, why = look(step, self._forward, rows, of_batch, self._micro_batch, precision)
+            terms, why = look(step, self._forward, rows, of_batch, self._micro_batch)
         drawn.restore()
         buffers.restore()
         self.restore()

@@ -111,7 +111,7 @@ class TermsFinder:
         collate: function that makes a batch of rows.
         rows: those of a step, as many on each rank.
         batch: the rows of a batch.
-        rounding: the relative error of a loss.
+        rounding: function that gives the relative error of losses that have been computed.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class TermsFinder:
         rows: Sequence[Any],
         batch: int,
         ranks: Ranks,
-        rounding: float,
+        rounding: Callable[[], float],
     ) -> None:
         self._losses, self._collate, self._ranks = losses, collate, ranks
         self._rows, self._batch, self._rounding = rows, batch, rounding
@@ -179,7 +179,7 @@ class TermsFinder:
         agree = list(left)
         if math.isfinite(a + b + whole) and largest:
             self._seen = True
-            error = self._rounding * largest
+            error = self._rounding() * largest
             agree = [t for t in left if abs(_predicted(t, divided, a, b) - whole) <= error]
         everyones = self._ranks.gather(agree)
         return [one for one in left if all(one in each for each in everyones)]
