@@ -49,7 +49,7 @@ SIGNATURES = {
     "rounding='power_of_two', search='extrapolate', headroom=0.05)",
     "find_fastest": "(step, worst_case, *, rows, ceiling=None, rounding='power_of_two', "
     "search='extrapolate', headroom=0.05)",
-    "LayerCheckpointing": "(layers, switch=None)",
+    "LayerCheckpointing": "(layers, switch=None, configured=None)",
     "LayerCheckpointing.set": "(self, checkpointed)",
     "AdaptiveStep.checkpoint_layers": "(self, checkpointed)",
     "plan_batch_size": "(build, *, optimizer, forward, worst_case, gpu='h100-80gb', memory=None, ranks=1, "
