@@ -65,7 +65,8 @@ SIGNATURES = {
     "Speed": "(seconds, tokens_per_second_per_gpu, mfu, parts, recomputing, band, "
     "rows_per_second_per_gpu=0.0)",
     "TransformersStep": "(*, folder, trainer='SFTTrainer', per_device_train_batch_size=8, "
-    "gradient_accumulation_steps=1, max_length=1024, padded=False, attn_implementation='sdpa', packing=False, "
+    "gradient_accumulation_steps=1, max_length=1024, padded=False, attn_implementation='sdpa', "
+    "packing=False, "
     "padding_free=False, dtype='float32', "
     "bf16=None, fp16=False, gradient_checkpointing=True, optim='adamw_torch_fused', max_grad_norm=1.0, "
     "lora=False, r=8, lora_dropout=0.0, target_modules='all-linear', target_parameters=(), "
