@@ -15,8 +15,8 @@ from torchtune_adaptive.core.device.memory import plain_tensors
 from torchtune_adaptive.core.private import version_of
 
 _PLAIN = {bool, int, float, complex, str, tuple, torch.Size, torch.dtype, torch.device, type(None)}
-_SWITCHED = {"gradient_checkpointing"}
-"""Attributes of transformers' layers that memory knobs set, and no forward pass."""
+_SWITCHED = {"gradient_checkpointing", "num_output_chunks"}
+"""Attributes of transformers' layers and torchtune's models that memory knobs set, and no forward pass."""
 _OF_WEIGHTS = 16 << 20
 """The bytes from which a tensor of whole numbers is taken for quantized weights, which no pass changes."""
 _LOOKS = 2
