@@ -16,7 +16,7 @@ LINES = {
     "cli": 6520,
     "common": 1712,
     "core": 8826,
-    "integrations": 5079,
+    "integrations": 5083,
     "library": 6712,
     "planner": 7581,
     "recipe": 21360,
