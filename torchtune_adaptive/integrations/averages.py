@@ -179,4 +179,4 @@ def logs_of_batches(batches: int, parts: Sequence[Part]) -> list[dict[str, Any]]
 
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+    return {name: value for name, value in logs.items() if type(value) in (int, float)}

@@ -117,7 +117,7 @@ class ModuleStep(RowStep):
         self.restore()
         if terms is Terms.ITEMS:  # shares of the step add up
             return None
-        return why or "its loss is no mean over " + (
+        return why or "its loss is not a mean over " + (
             "rows" if self._terms_of is None else "what adaptive_num_items counts"
         )
 

@@ -140,9 +140,9 @@ class TermsFinder:
             raise
         except Exception as error:  # of anybody's code
             said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            return Found(Terms.BATCH, f"its loss cannot be computed of other rows ({said})")
+            return Found(Terms.BATCH, f"its loss cannot be computed for other rows ({said})")
         if not any(self._ranks.gather(self._seen)):
-            return Found(Terms.BATCH, "its losses before the first step are 0, or no number")
+            return Found(Terms.BATCH, "its losses before the first step are 0 or not numbers")
         if not left:
             return Found(
                 Terms.BATCH, "its loss follows how rows are put together, or draws random numbers"

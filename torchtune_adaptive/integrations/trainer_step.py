@@ -208,7 +208,7 @@ class TrainerStep(RowStep):
         if not terms.divides and rows != began.batch:
             raise UsageError(
                 f"resume_from_checkpoint: its batches have {began.batch} rows, and {rows} on these "
-                f"processes. They are not divided ({why}), so losses would differ. Resume on "
+                f"processes. They are not divided ({why or 'of one row'}), so losses would differ. Resume on "
                 f"{counted(began.processes, 'process', 'processes')}."
             )
         processes = self._configured()[2]
