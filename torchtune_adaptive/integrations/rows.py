@@ -241,11 +241,19 @@ def _items(column: Any) -> list[int] | None:
 
 
 def _characters(column: Any) -> list[int] | None:
-    """The length of each value as text, in whatever lists and structures; None if it has no text, or more."""
+    """The characters of each value's texts, in whatever lists and structures; None if it has no text, or
+    more."""
     kind = str(column.type)
     if "string" not in kind or "binary" in kind:  # an image has a path, too
         return None
-    return [len(str(each or "")) for each in column.to_pylist()]
+    return [_characters_in(each) for each in column.to_pylist()]
+
+
+def _characters_in(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return sum(map(_characters_in, parts))
 
 
 def tokens_in(batch: Any) -> int:
