@@ -36,6 +36,7 @@ class Changing(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.longest: Any = 0
         self.passes, self.checkpoints = 0, False
+        self.seen_by_hook = 0
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if self.checkpoints and torch.is_grad_enabled():
@@ -50,13 +51,20 @@ class Changing(nn.Module):
                 self.register_buffer("scale", 1 + self.longest / 10, persistent=False)
         self.passes += 1
         self.cache = self.passes  # an attribute that is new in the first pass
+        if not getattr(self.norm, "is_hooked", False):  # transformers adds hooks when they are needed first
+            self.norm.register_forward_hook(self.hook)
+            self.norm.is_hooked = True
         normed = self.norm((self.inner(rows) * self.scale).view(-1, 2, WIDTH // 2))
         return normed.view_as(rows)
+
+    def hook(self, *_: Any) -> None:
+        self.seen_by_hook += 1
 
     @property
     def state(self) -> list[Any]:
         tensors = [*self.buffers(), torch.as_tensor(self.longest)]
-        return [*(each.tolist() for each in tensors), self.passes, hasattr(self, "cache")]
+        counted = self.passes, self.seen_by_hook
+        return [*(each.tolist() for each in tensors), counted, hasattr(self, "cache")]
 
 
 class Run(Trained):

@@ -93,8 +93,13 @@ class _Module:
 
     @torch.no_grad()
     def restore(self, by_value: bool) -> None:
-        for place, kept, now in zip(self._places, self._kept, self._found(), strict=True):
-            for name in now.keys() - kept.keys():
+        found = self._found()
+        added = [now.keys() - kept.keys() for now, kept in zip(found, self._kept, strict=True)]
+        # A flag that a pass adds tells that something is set up, as transformers' hooks are, and not set back.
+        if any(found[0][name] is True for name in added[0]):
+            added = [set(), set()]
+        for place, kept, names in zip(self._places, self._kept, added, strict=True):
+            for name in names:
                 del place[name]
             place.update(kept)
         self._changes = self._changes or self._have_changed(by_value)
