@@ -51,7 +51,8 @@ class Changing(nn.Module):
                 self.register_buffer("scale", 1 + self.longest / 10, persistent=False)
         self.passes += 1
         self.cache = self.passes  # an attribute that is new in the first pass
-        if not getattr(self.norm, "is_hooked", False):  # transformers adds hooks when they are needed first
+        # transformers adds hooks when they are needed first.
+        if not getattr(self.norm, "is_hooked", False):
             self.norm.register_forward_hook(self.hook)
             self.norm.is_hooked = True
         normed = self.norm((self.inner(rows) * self.scale).view(-1, 2, WIDTH // 2))

@@ -252,8 +252,9 @@ def _characters(column: Any) -> list[int] | None:
 def _characters_in(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return sum(map(_characters_in, parts))
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    return sum(map(_characters_in, value)) if isinstance(value, list) else 0
 
 
 def tokens_in(batch: Any) -> int:

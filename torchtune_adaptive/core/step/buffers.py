@@ -95,7 +95,7 @@ class _Module:
     def restore(self, by_value: bool) -> None:
         found = self._found()
         added = [now.keys() - kept.keys() for now, kept in zip(found, self._kept, strict=True)]
-        # A flag that a pass adds tells that something is set up, as transformers' hooks are, and not set back.
+        # A flag that a pass adds says that something is set up, such as hooks, which is not undone.
         if any(found[0][name] is True for name in added[0]):
             added = [set(), set()]
         for place, kept, names in zip(self._places, self._kept, added, strict=True):
