@@ -25,7 +25,10 @@ LINES = {
 }
 """The lines of each package. To raise a number, leave it, and add to ``GROWN``."""
 
-GROWN: list[tuple[str, int, str]] = []
+GROWN: list[tuple[str, int, str]] = [
+    ("core", 5, "models of images and text train: their hooks are not installed twice"),
+    ("integrations", 9, "the longest of structured texts is that with most characters"),
+]
 """A package, the lines that it has gained since its number was set, and what users have of them."""
 
 
