@@ -43,7 +43,7 @@ class Buffers:
             each.keep(everything=self._looks > 0)
 
     def restore(self) -> None:
-        """Set back what has changed since; it may be called again."""
+        """Set back what has changed since, except for what is set up once; it may be called again."""
         for each in self._modules:
             each.restore(by_value=self._looks > 0)
 
