@@ -10,15 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtune_adaptive.common import NoPrediction, UsageError
-from torchtune_adaptive.integrations.versions import TESTED
+from torchtune_adaptive.common import NoPrediction, UsageError, tested_versions
+from torchtune_adaptive.common.tested_versions import PLANNED
 from torchtune_adaptive.library import (
     TransformersRollouts,
     TransformersStep,
-    checked_versions,
     transformers_step,
 )
-from torchtune_adaptive.library.checked_versions import CHECKED
 from torchtune_adaptive.library.trainer_parts import (
     Adapted,
     Adapters,
@@ -241,9 +239,9 @@ def test_it_says_how_4_bits_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_says_which_versions_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {name: f"{version}.9" for name, version in CHECKED.items()}
+    here = {name: f"{version}.9" for name, version in PLANNED.items()}
     monkeypatch.setattr(transformers_step, "version", here.get)
-    monkeypatch.setattr(checked_versions, "versions_of", lambda *names: {n: here[n] for n in names})
+    monkeypatch.setattr(tested_versions, "versions_of", lambda *names: {n: here[n] for n in names})
     usual = step(lora=True).about()
     assert usual[-1] == "installed: transformers 5.23.9, trl 1.16.9, peft 0.21.9"
     here |= {"trl": "1.17.0.dev0", "peft": None}
@@ -258,8 +256,6 @@ def test_it_says_which_versions_are_here(monkeypatch: pytest.MonkeyPatch) -> Non
     assert any("accelerate 1.15.9" in line for line in sharded)
 
 
-def test_plans_were_compared_with_the_newest_versions_that_trainers_are_tested_with() -> None:
-    for name in CHECKED.keys() & TESTED.keys():
-        assert TESTED[name][1] == CHECKED[name]
+def test_pages_name_the_versions_that_plans_were_compared_with() -> None:
     with_versions = TransformersStep.STEPS["SFTTrainer"], TransformersRollouts.STEPS["GRPOTrainer"]
-    assert all(f"TRL {CHECKED['trl']}" in text for text in with_versions)
+    assert all(f"TRL {PLANNED['trl']}" in text for text in with_versions)

@@ -23,12 +23,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from torchtune_adaptive.common import UsageError, counted
+from torchtune_adaptive.common import UsageError, check_versions, counted
 from torchtune_adaptive.integrations import private
 from torchtune_adaptive.integrations.module_step import ModuleStep
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows
-from torchtune_adaptive.integrations.versions import check_versions
 
 Kind = TypeVar("Kind", bound=type)
 _Module: Any = object

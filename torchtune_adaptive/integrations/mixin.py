@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import UsageError, check_versions
 from torchtune_adaptive.core import sample_dropout
 from torchtune_adaptive.integrations import private, refusals
 from torchtune_adaptive.integrations.ending import lost_outside_of_a_step
@@ -14,7 +14,6 @@ from torchtune_adaptive.integrations.evaluation import Evaluation
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.step_rows import StepRows
 from torchtune_adaptive.integrations.trainer_step import learned_in, state_in
-from torchtune_adaptive.integrations.versions import check_versions
 
 _Trainer: Any = object
 """What stands for the trainer, which is the next base of a class with a mixin."""
@@ -25,13 +24,9 @@ class AdaptiveMixin(_Trainer):
 
     adaptive = Adaptive()
     """The options."""
-    restored: tuple[str, ...] = (
-        "_metrics",
-        "_total_train_tokens",
-        "_stored_metrics",
-        "state.tokens",  # of Axolotl's trainers
-    )
-    """Attributes that a forward pass changes; set back before a step is done again."""
+    restored: tuple[str, ...] = ("state.tokens",)  # of Axolotl's trainers
+    """What a forward pass changes besides the trainer's own numbers, and containers of these, which are set
+    back in any case before a step is done again."""
     of_rollouts = False
     """Whether the rows of a step are completions that the model generates."""
     args: Any
@@ -42,7 +37,8 @@ class AdaptiveMixin(_Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         of_trl = any(base.__module__.startswith("trl.") for base in type(self).__mro__)
-        check_versions("transformers", "accelerate", *["trl"] * of_trl)
+        at_least = {"trl": "1.9"} if self.of_rollouts else {}  # as for ``private.RolloutHooks``
+        check_versions("transformers", "accelerate", *["trl"] * of_trl, **at_least)
         refusals.require_known_trainer(type(self), self.of_rollouts)
         self._adaptive_step: Any = None  # a TrainerStep; other names of its kind are TRL's
         self._adaptive_evaluation = Evaluation(self, lambda: self._adaptive_step)

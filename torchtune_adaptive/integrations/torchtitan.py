@@ -19,13 +19,12 @@ from unittest import mock
 
 import torch
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import UsageError, check_versions
 from torchtune_adaptive.integrations import private
 from torchtune_adaptive.integrations import titan_refusals as refusals
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.titan_rows import Batch, Parts, merged, with_rows_shared
 from torchtune_adaptive.integrations.titan_step import TitanStep
-from torchtune_adaptive.integrations.versions import check_versions
 
 Config = TypeVar("Config")
 _Trainer: Any = object

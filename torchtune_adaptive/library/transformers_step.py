@@ -1,7 +1,7 @@
 """The step of transformers' Trainer, and of TRL's SFTTrainer and DPOTrainer, to be planned.
 
 The model is transformers' own, made from its config; ``trainer_parts`` has what the trainers add to it.
-``checked_versions`` has those with which it was compared, none of which but transformers has to be installed.
+``PLANNED`` has the versions with which it was compared, none of which but transformers has to be installed.
 That one is imported where it is needed.
 """
 
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchtune_adaptive.common import (
     NoPrediction,
+    about_versions,
     package_fingerprint,
     versions_of,
 )
 from torchtune_adaptive.library import step_estimate
-from torchtune_adaptive.library.checked_versions import about_versions
 from torchtune_adaptive.library.liger_choices import about_liger, refuse_types
 from torchtune_adaptive.library.model_types import about_kernels, refuse_loops
 from torchtune_adaptive.library.planning import Plan, answered, remembered, tabulated

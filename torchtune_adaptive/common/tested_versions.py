@@ -1,0 +1,59 @@
+"""The versions of other libraries that have been tested, and what is said of others.
+
+What is relied on in them, where they promise nothing, are the facts of the tests, which run with the newest
+versions every week.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from packaging.version import Version
+
+from torchtune_adaptive.common.cache import versions_of
+from torchtune_adaptive.common.errors import UsageError
+
+TESTED = {
+    "transformers": ("5.6", "5.23"),
+    "trl": ("0.24", "1.16"),
+    "accelerate": ("1.10", "1.15"),
+    "lightning": ("2.6", "2.6"),
+    "torchtitan": ("0.3", "0.3"),
+}
+"""The lowest versions that the tests pass with, and the newest. Gradients would silently be others below:
+transformers 5.4 scales the loss in ``accelerator.backward`` as well."""
+PLANNED = {name: newest for name, (_, newest) in TESTED.items()} | {
+    "peft": "0.21",
+    "bitsandbytes": "0.50",
+}
+"""The versions with which planned steps were compared."""
+
+
+def check_versions(*names: str, **at_least: str) -> None:
+    """Warn where a library is newer than was tested, and refuse one that is older, or than ``at_least``."""
+    for name, installed in versions_of(*names).items():
+        lowest, newest = TESTED[name]
+        lowest = at_least.get(name, lowest)
+        release = Version(installed or newest).release[:2]
+        if release < Version(lowest).release:
+            raise UsageError(
+                f"{name}: {installed} is installed, and {lowest} or newer is needed: before, gradients "
+                "or logs would differ. Where another library needs this one, its trainers stay as they are."
+            )
+        if release > Version(newest).release:
+            warnings.warn(
+                f"torchtune_adaptive has been tested with {name} {newest}, and {installed} is installed.",
+                stacklevel=2,
+            )
+
+
+def about_versions(*names: str) -> tuple[str, ...]:
+    """Which versions are installed, and a warning for each that no plan was compared with, for people."""
+    found = versions_of(*names)
+    here = ", ".join(f"{name} {installed or 'none'}" for name, installed in found.items())
+    warned = (
+        f"WARNING: no plan was compared with {name} {installed}: the step is that of {name} {PLANNED[name]}"
+        for name, installed in found.items()
+        if installed and installed.split(".")[:2] != PLANNED[name].split(".")
+    )
+    return (f"installed: {here}", *warned)
