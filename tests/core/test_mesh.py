@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.helpers.context_parallel import TORCHS
 from tests.helpers.decoder import batch, local_values, same_bits
-from tests.helpers.faults import fail_at_each
+from tests.helpers.faults import fail_at_each, record_anew
 from tests.helpers.mesh import (
     ROWS,
     OnMesh,
@@ -281,7 +281,7 @@ def fail_without_gradients(way: str, shape: Shape, known: str, sample: Sample) -
             phase.attempt(run.rows)
         for _, _, failure in fail_at_each(sample.of(fault.seen), run.memory, run.ranks):
             if known == "nothing":
-                run.step.collectives.record_anew()
+                record_anew(run.step.collectives)
             with failure:
                 outcome = phase.attempt(run.rows)
             counts["tried"] += 1

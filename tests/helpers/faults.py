@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torchtune_adaptive.core.device.memory import Usage
 from torchtune_adaptive.core.device.simulated import SimulatedMemory, _follow_resizing
 from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.collectives import Collectives
 from torchtune_adaptive.core.ranks.recording import _is_launch
 from torchtune_adaptive.core.step.train_step import TrainStep
 
@@ -171,3 +172,11 @@ def survivable(
         take()
     del step._scale_gradients
     return seen[0], fault.collectives
+
+
+def record_anew(collectives: Collectives, *, of_any_shape: bool = True) -> None:
+    """Forget the launches that are recorded for each shape of micro-batches and, unless told otherwise, for
+    any. All ranks do it together."""
+    collectives._sequences.clear()
+    if of_any_shape:
+        collectives._wide_sequences.clear()

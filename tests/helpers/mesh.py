@@ -35,7 +35,7 @@ from tests.helpers.decoder import (
     same_bits,
     train_step,
 )
-from tests.helpers.faults import FailingMemory, fail_at_each, survivable
+from tests.helpers.faults import FailingMemory, fail_at_each, record_anew, survivable
 from tests.helpers.samples import Sample
 from torchtune_adaptive.core.private import launches_of, unfinished_works
 from torchtune_adaptive.core.ranks.agreement import Ranks
@@ -263,7 +263,7 @@ def fail_on_mesh(
         operations = [every[number - 1] for number in sample.of(len(every))]
         for operation, victim, _ in fail_at_each(operations, run.memory, run.ranks):
             if known != "everything":
-                run.step.collectives.record_anew(of_any_shape=known == "nothing")
+                record_anew(run.step.collectives, of_any_shape=known == "nothing")
             here = WHO[who](run.ranks.rank, victim)
             # A second one fails a little later.
             later = 7 if who == "two of a group" and run.ranks.rank != victim else 0

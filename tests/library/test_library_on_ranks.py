@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.decoder import local_values, same_bits
-from tests.helpers.faults import fail_at_each, survivable
+from tests.helpers.faults import fail_at_each, record_anew, survivable
 from tests.helpers.library import (
     Communicating,
     InContext,
@@ -49,7 +49,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 def forget_the_sequence(step: AdaptiveStep) -> None:
     """As at the beginning, when ranks agree before each collective."""
-    step.train_step.collectives.record_anew()
+    record_anew(step.train_step.collectives)
 
 
 def fail_in_steps(

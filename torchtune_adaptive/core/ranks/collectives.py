@@ -237,13 +237,6 @@ class Collectives:
         """Whether all that this pass launches is known, and launched by ``watch``."""
         return not self.recording and not self._sees_all
 
-    def record_anew(self, *, of_any_shape: bool = True) -> None:
-        """Forget the launches that are recorded for each shape of micro-batches and, unless told otherwise,
-        for any. All ranks do it together."""
-        self._sequences.clear()
-        if of_any_shape:
-            self._wide_sequences.clear()
-
     # --- passes and stages ----------------------------------------------------------------------------
 
     def end_step(self) -> None:
