@@ -54,3 +54,16 @@ def test_a_level_silences(
     announce(LOG, "micro-batch 4", rank_zero=True)
     announce(LOG, "4 -> 2", logging.WARNING, rank_zero=True)
     assert capsys.readouterr().err == "torchtune_adaptive: 4 -> 2\n"
+
+
+def test_a_script_that_gives_the_root_logger_a_handler_sees_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As all of transformers' examples do, which set the level of their own logger."""
+    seen, root = configured(monkeypatch, handler_of="root"), logging.getLogger()
+    for level, lines in ((logging.WARNING, 1), (logging.ERROR, 1), (logging.INFO, 2)):
+        monkeypatch.setattr(root, "level", level)
+        logging.Logger.manager._clear_cache()  # type: ignore[attr-defined]
+        announce(LOG, "micro-batch 4", rank_zero=True)
+        assert len(seen) == lines
+    assert capsys.readouterr().err == ""
