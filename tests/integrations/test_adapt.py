@@ -50,3 +50,28 @@ def test_a_script_without_a_trainer_runs_and_is_told(tmp_path: Path) -> None:
 def test_the_scripts_own_end_is_the_end(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("raise SystemExit(7)")
     assert adapt(tmp_path, "script.py").returncode == 7
+
+
+def test_a_child_that_trains_is_told_of_before_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text("import sys; print('trains', file=sys.stderr)")
+    (tmp_path / "script.py").write_text(
+        "import subprocess, sys; subprocess.run([sys.executable, 'child.py', '--steps', '3'])"
+    )
+    said = adapt(tmp_path, "script.py").stderr
+    line = (
+        "script.py starts child.py, whose trainers are not adaptive. Run "
+        "python -m torchtune_adaptive.adapt child.py ... instead."
+    )
+    assert line in said and said.index(line) < said.index("trains\n")
+
+
+def test_what_a_trainer_cannot_keep_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "from torch import nn\n"
+        "from transformers import Trainer, TrainingArguments\n"
+        "args = TrainingArguments('out', auto_find_batch_size=True, report_to='none', use_cpu=True)\n"
+        "Trainer(nn.Linear(2, 2), args)\n"
+    )
+    done = adapt(tmp_path, "script.py")
+    assert done.returncode and "Traceback" not in done.stderr
+    assert "python -m torchtune_adaptive.adapt: auto_find_batch_size: True is not" in done.stderr

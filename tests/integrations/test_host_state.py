@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from types import SimpleNamespace
 
-from torchtune_adaptive.integrations.host_state import HostState
+import torch
+from torch import nn
+
+from torchtune_adaptive.integrations.host_state import HostState, state_of
 
 
 def test_what_was_there_is_set_back_and_what_was_not_is_removed() -> None:
@@ -29,3 +32,42 @@ def test_what_is_not_named_stays() -> None:
     owner.counted = owner.other = 2
     kept.restore()
     assert (owner.counted, owner.other) == (1, 2)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.form = 0.0, str
+
+
+class Owner(SimpleNamespace):
+    restored = ("named",)
+
+
+def test_of_a_trainer_numbers_and_what_has_some_are_kept() -> None:
+    big = {"rows": [torch.zeros(2)] * 2000}
+    owner = Owner(
+        counted=1,
+        metrics={"train": defaultdict(Meter)},
+        seen=torch.zeros(3),
+        weights=torch.zeros(3, requires_grad=True),
+        losses={"a": nn.MSELoss()},
+        big=big,
+        many=[0.5] * 5000,
+        named=Meter(),
+        _adaptive_rows=[1],
+    )
+    owner.metrics["train"]["loss"].total = 2.0
+    kept = state_of(owner)
+    assert kept.values.keys() == {"counted", "metrics", "seen", "many", "named"}
+    metrics, many = owner.metrics, owner.many
+    owner.counted += 1
+    owner.metrics["train"]["loss"].total += 1
+    owner.metrics["train"]["other"].total += 1
+    owner.seen += 1
+    owner.named.total = 3.0
+    kept.restore()
+    assert owner.counted == 1 and owner.seen.tolist() == [0, 0, 0] and owner.named.total == 0
+    assert {name: each.total for name, each in owner.metrics["train"].items()} == {"loss": 2.0}
+    assert owner.metrics is not metrics and owner.many is many, (
+        "what has not changed stays the same object"
+    )

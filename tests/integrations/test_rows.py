@@ -18,6 +18,7 @@ from torchtune_adaptive.integrations.rows import (
     longest,
     longest_by,
     numbers_in,
+    sliced,
     tokens_in,
 )
 
@@ -39,7 +40,7 @@ def preferences(*lengths: tuple[int, int, int]) -> list[dict[str, list[int]]]:
 def test_the_longest_row_is_the_one_that_makes_the_largest_batch() -> None:
     # The largest sum is the second's, the longest prompt the third's, the longest answer the fourth's.
     rows = preferences((1, 1, 1), (4, 6, 6), (8, 1, 1), (1, 1, 9), (5, 1, 7))
-    assert longest(rows, padded, CPU) == rows[4]
+    assert longest(rows, Keeping(padded), CPU) == rows[4]
     assert longest_by({"a": [1, 3, 2], "b": [0, 0, 5]}) == {1, 2}
 
 
@@ -49,9 +50,9 @@ def test_the_longest_row_of_a_table_is_found_without_loading_rows() -> None:
 
     rows = preferences((1, 1, 1), (4, 6, 6), (8, 1, 1), (1, 1, 9), (5, 1, 7))
     table = Dataset.from_list(rows).select([4, 0, 1, 2, 3])
-    assert longest(table, padded, CPU) == rows[4]
+    assert longest(table, Keeping(padded), CPU) == rows[4]
     assert (
-        longest(table.with_format("torch"), lambda rows: padded(_lists(rows)), CPU)[
+        longest(table.with_format("torch"), Keeping(lambda rows: padded(_lists(rows))), CPU)[
             "chosen"
         ].numel()
         == 1
@@ -76,10 +77,10 @@ def test_rows_of_a_table_that_are_text_are_measured_by_their_characters() -> Non
         turns = [turn for row in some for turn in row["messages"] or ()]
         return torch.zeros(sum(len(part["text"]) for turn in turns for part in turn["content"]))
 
-    assert longest(Dataset.from_list(rows), collate, CPU) == rows[1]
+    assert longest(Dataset.from_list(rows), Keeping(collate), CPU) == rows[1]
     texts = Dataset.from_list([{"text": "a" * n, "number": 1} for n in (3, 9, 4)])
     count = lambda some: torch.zeros(sum(len(row["text"]) for row in some))  # noqa: E731
-    assert len(longest(texts, count, CPU)["text"]) == 9
+    assert len(longest(texts, Keeping(count), CPU)["text"]) == 9
 
 
 def _lists(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, list[int]]]:
@@ -88,10 +89,18 @@ def _lists(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, list[int]]]:
 
 def test_of_other_rows_the_longest_is_the_one_with_most_numbers() -> None:
     rows = [torch.zeros(length) for length in (3, 7, 5)]
-    assert longest(rows, torch.stack, CPU) is rows[1]
-    assert longest([1, 2], torch.tensor, CPU) in (1, 2), "rows of no length are alike"
+    assert longest(rows, Keeping(torch.stack), CPU) is rows[1]
+    assert longest([1, 2], Keeping(torch.tensor), CPU) in (1, 2), "rows of no length are alike"
     labelled = [{"label": torch.tensor(1), "x": torch.zeros(length)} for length in (3, 7, 5)]
-    assert longest(labelled, lambda rows: rows[0]["x"], CPU) is labelled[1]
+    assert longest(labelled, Keeping(lambda rows: rows[0]["x"]), CPU) is labelled[1]
+
+
+def test_of_rows_that_are_longest_in_something_it_is_the_one_with_most_numbers() -> None:
+    def widest(some: list[dict[str, list[int]]]) -> torch.Tensor:
+        return torch.zeros(sum(len(value) for row in some for value in row.values()))
+
+    rows = [{"a": [0] * 5, "b": [0]}, {"a": [0], "b": [0] * 5}, {"a": [0] * 4, "b": [0] * 4}]
+    assert longest(rows, Keeping(widest), CPU) is rows[2]
 
 
 class Drawing(Dataset[list[int]]):
@@ -105,8 +114,25 @@ class Drawing(Dataset[list[int]]):
 
 def test_to_look_for_it_draws_no_random_numbers() -> None:
     state = random.getstate()
-    assert len(longest(Drawing(), torch.tensor, CPU)) == 8
+    assert len(longest(Drawing(), Keeping(torch.tensor), CPU)) == 8
     assert random.getstate() == state
+
+
+def test_a_transform_of_a_table_keeps_its_generator() -> None:
+    from datasets import Dataset
+
+    class Augmenting:
+        drawn = random.Random(0)
+
+        def __call__(self, batch: dict[str, list[Any]]) -> dict[str, Any]:
+            self.drawn.random()
+            return {"x": [torch.zeros(length) for length in batch["x"]]}
+
+    augmenting = Augmenting()
+    augmenting.drawn = random.Random(0)
+    table = Dataset.from_dict({"x": [3, 9, 4]}).with_transform(augmenting)
+    assert len(longest(table, Keeping(lambda rows: rows[0]["x"]), CPU)["x"]) == 9
+    assert augmenting.drawn.getstate() == random.Random(0).getstate()
 
 
 def test_rows_outlive_a_collate_function_that_empties_them() -> None:
@@ -117,10 +143,10 @@ def test_rows_outlive_a_collate_function_that_empties_them() -> None:
     batch = keeping([{"x": 1}, {"x": 2}])
     assert batch.rows == [{"x": 1}, {"x": 2}] and batch.inputs["x"].tolist() == [1, 2]
     assert keeping.again(batch.rows[:1])["x"].tolist() == [1]
-    keeping.require_repeatable(batch, CPU)
+    assert keeping.repeats(batch, CPU)
 
 
-def test_a_collate_function_that_masks_at_random_is_refused() -> None:
+def test_a_collate_function_that_draws_does_not_make_the_same_batch_again() -> None:
     for random_batch in (
         lambda: {"input": [torch.tensor([1]), torch.rand(3)]},
         lambda: {"input": np.random.rand(3)},
@@ -130,8 +156,58 @@ def test_a_collate_function_that_masks_at_random_is_refused() -> None:
         lambda: [random.random()],
     ):
         keeping = Keeping(lambda rows, made=random_batch: made())  # type: ignore[misc]
-        with pytest.raises(UsageError, match=r"data_collator: function makes another batch"):
-            keeping.require_repeatable(keeping([1, 2]), CPU)
+        assert not keeping.repeats(keeping([1, 2]), CPU)
+
+
+class Masking:
+    """Draws by generators of its own."""
+
+    columns = ("x",)
+
+    def __init__(self) -> None:
+        self.generators = torch.Generator(), np.random.default_rng(0), random.Random(0)
+        self.of_torch, self.of_numpy, self.of_python = self.generators
+
+    def __call__(self, rows: list[int]) -> torch.Tensor:
+        by_torch = torch.rand((), generator=self.of_torch)
+        return torch.tensor(rows) + by_torch + self.of_numpy.random() + self.of_python.random()
+
+
+def test_generators_of_a_collate_function_are_left_as_they_are() -> None:
+    plain, keeping = Masking(), Keeping(Masking())
+    for number in range(3):
+        batch = keeping([number])
+        assert torch.equal(batch.inputs, plain([number]))
+        assert not keeping.repeats(batch, CPU)
+        keeping.again([number])
+        with keeping.apart():
+            keeping([number])
+    assert keeping.columns == ("x",), "a trainer may ask its collate function"
+
+
+def test_parts_of_a_batch_are_as_the_loader_made_them() -> None:
+    batch = {
+        "x": torch.arange(6).view(3, 2),
+        "boxes": [{"at": 0}, {"at": 1}, {"at": 2}],
+        "nested": {"y": np.arange(3)},
+        "return_loss": True,
+        "scale": torch.tensor(2.0),
+    }
+    part = sliced(batch, [2, 0], 3)
+    assert part["x"].tolist() == [[4, 5], [0, 1]] and part["boxes"] == [{"at": 2}, {"at": 0}]
+    assert part["nested"]["y"].tolist() == [2, 0]
+    assert (part["return_loss"], float(part["scale"])) == (True, 2.0)
+    part["x"].zero_()
+    assert batch["x"].sum() == 15, "a step may change what it is given"
+    of_columns = sliced([torch.arange(2), torch.ones(2, 3)], [1], 2)
+    assert [each.tolist() for each in of_columns] == [[1], [[1.0] * 3]]
+    for unknown in (
+        {"x": torch.zeros(1, 12)},
+        {"x": [torch.zeros(2), torch.zeros(2)]},
+        {"x": ["a"] * 3},
+    ):
+        with pytest.raises(ValueError, match=r"in a batch of 2 rows"):
+            sliced(unknown, [0], 2)
 
 
 @dataclass
@@ -158,13 +234,12 @@ def test_a_batch_that_is_made_again_is_the_same_with_nan_and_whatever_it_is_made
         return {"x": nan, "y": nan.numpy().copy(), "z": Batch(nan.clone()), "others": text}
 
     keeping = Keeping(collate)
-    keeping.require_repeatable(keeping([1]), CPU)
+    assert keeping.repeats(keeping([1]), CPU)
 
 
-def test_a_batch_that_cannot_be_compared_is_refused_by_its_type() -> None:
+def test_a_batch_that_cannot_be_compared_is_not_made_again() -> None:
     keeping = Keeping(lambda rows: {"x": Opaque()})
-    with pytest.raises(UsageError, match=r"data_collator: function puts a Opaque into its batches"):
-        keeping.require_repeatable(keeping([1]), CPU)
+    assert not keeping.repeats(keeping([1]), CPU)
 
 
 def test_to_look_whether_a_batch_is_the_same_draws_no_random_numbers() -> None:
@@ -177,7 +252,7 @@ def test_to_look_whether_a_batch_is_the_same_draws_no_random_numbers() -> None:
         keeping([1]),
         (random.getstate(), torch.get_rng_state(), np.random.get_state()[1]),
     )
-    keeping.require_repeatable(batch, CPU)
+    assert keeping.repeats(batch, CPU)
     assert random.getstate() == seeds[0] and torch.equal(torch.get_rng_state(), seeds[1])
     assert np.array_equal(np.random.get_state()[1], seeds[2])
 

@@ -81,6 +81,11 @@ LOSSES: dict[str, tuple[Callable[[torch.Tensor, int], Any], Any, Terms]] = {
         padded,
         Terms.BATCH,
     ),
+    "nearly the same": (
+        lambda labels, _: 4 + 1e-6 * over_labels(labels, _),
+        padded,
+        Terms.BATCH,
+    ),
     "at random": (lambda labels, _: torch.rand(()), padded, Terms.BATCH),
     "no number": (lambda labels, _: torch.tensor(math.nan), padded, Terms.BATCH),
     "0": (lambda labels, _: torch.zeros(()), padded, Terms.BATCH),
@@ -98,7 +103,7 @@ def found(
         return made
 
     return TermsFinder(
-        losses, collate, rows, more.get("batch", 3), Ranks(), rounding=lambda: 1e-6
+        losses, collate, rows, more.get("batch", 3), Ranks(), lambda: 1e-6, more.get("told", False)
     ).found()
 
 
@@ -108,6 +113,33 @@ def test_what_a_loss_is_a_sum_or_a_mean_of(name: str) -> None:
     terms, why = found(loss, collate)
     assert terms == expected and bool(why) == (expected is Terms.BATCH)
     assert "\n" not in why
+
+
+def test_a_sum_that_adds_up_by_chance_is_tried_with_other_rows() -> None:
+    def of_the_hardest(labels: torch.Tensor, _: int) -> torch.Tensor:
+        """Rows that are as large as half of the largest."""
+        each = summed(labels)
+        return each[each >= each.max() / 2].sum()
+
+    rows = [[5], [5], [6], [5], [90], [6], [1], [2]]
+    assert found(of_the_hardest, each_alone, rows[:4], batch=4).terms is Terms.ITEMS
+    assert found(of_the_hardest, each_alone, rows, batch=4).terms is Terms.BATCH
+    assert found(of_the_hardest, each_alone, rows, batch=4, told=True).terms is Terms.ITEMS
+
+
+def test_of_images_labels_are_ignored_by_another_number() -> None:
+    def images(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        labels = torch.full((len(rows), 3, 3), 255)
+        for image, row in zip(labels, rows, strict=True):
+            image.view(-1)[-len(row) :] = torch.tensor(row)
+        return {"labels": labels}
+
+    def over_pixels(labels: torch.Tensor, _: int) -> torch.Tensor:
+        assert (labels != -100).all(), "which is no label of this model"
+        return summed(labels, 255).sum() / (labels != 255).sum()
+
+    assert found(over_pixels, images).terms is Terms.LABELS
+    assert Terms.LABELS.number(images(ROWS), 6) == 27
 
 
 def test_of_what_cannot_be_told_apart_the_one_that_mixes_no_batches_is_taken() -> None:

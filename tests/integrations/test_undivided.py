@@ -12,7 +12,7 @@ from torchtune_adaptive.integrations.undivided import why_not_divided
 
 
 def why(model: nn.Module | None = None, of_rollouts: bool = False, **args: Any) -> str:
-    own = {key: args.pop(key) for key in ("aux_loss_enabled",) if key in args}
+    own = {key: args.pop(key) for key in ("aux_loss_enabled", "loss") if key in args}
     trainer = SimpleNamespace(
         args=SimpleNamespace(**args),
         accelerator=SimpleNamespace(unwrap_model=lambda model: model),
@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "the entropy bonus": {"use_adaptive_entropy": True},
     "top_entropy_quantile is one of a batch": {"top_entropy_quantile": 0.2},
     "the auxiliary loss of experts": {"aux_loss_enabled": True},
+    "each dataset has a loss of its own": {"loss": {"pairs": nn.MSELoss(), "texts": nn.L1Loss()}},
 }
 
 
@@ -44,7 +45,7 @@ def test_other_settings_divide() -> None:
     assert not why(loss_type=["sigmoid", "bco_pair"])
     assert not why(loss_type="new")  # of a trainer that does not generate: its loss is looked at
     assert not why(loss_type="dapo", of_rollouts=True, entropy_coef=0.0, top_entropy_quantile=1.0)
-    assert not why(aux_loss_enabled=False)
+    assert not why(aux_loss_enabled=False) and not why(loss=nn.MSELoss())
 
 
 def with_config(config: Any) -> nn.Module:

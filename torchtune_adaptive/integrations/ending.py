@@ -22,8 +22,8 @@ def lost_outside_of_a_step(trainer: Any, error: BaseException) -> TrainingOutOfM
     said = " ".join(str(error).split())
     return TrainingOutOfMemory(
         f"Out of memory in {_where(error)}, after step {trainer.state.global_step}: what is outside of "
-        f"forward, backward and evaluation cannot be done again. {_resume(trainer)}, with a larger "
-        f"Adaptive(headroom=...), a lower Adaptive(ceiling=...), or an optim that takes less. ({said})",
+        f"forward, backward and evaluation cannot be done again. {_resume(trainer)}, with more "
+        f"headroom, a lower ceiling, or an optim that takes less. ({said})",
         everywhere=False,
     )
 

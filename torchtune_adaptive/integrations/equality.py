@@ -10,17 +10,10 @@ import numpy as np
 import torch
 
 
-class NotComparable(Exception):
-    """A value cannot be compared with another; named by its type."""
-
-
 def equal(one: Any, other: Any) -> bool:
     """Whether two values hold the same numbers, of which NaN equals NaN, and the same of all else.
 
-    A function counts as the same wherever one stands.
-
-    Raises:
-        NotComparable: they are objects of which nothing is known.
+    A function counts as the same wherever one stands, and an object of which nothing is known as another.
     """
     if one is other:
         return True
@@ -40,9 +33,7 @@ def equal(one: Any, other: Any) -> bool:
     compares: Any = type(one).__eq__
     if compares is not object.__eq__:
         return bool(_same(one, other))
-    if not hasattr(one, "__dict__"):
-        raise NotComparable(type(one).__name__)
-    return equal(vars(one), vars(other))
+    return hasattr(one, "__dict__") and equal(vars(one), vars(other))
 
 
 def _same(one: Any, other: Any) -> Any:

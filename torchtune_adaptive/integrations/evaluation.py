@@ -23,9 +23,9 @@ from torchtune_adaptive.common import TrainingOutOfMemory, UsageError, announce,
 from torchtune_adaptive.core import Buffers, Generators, Phase
 from torchtune_adaptive.integrations import averages, private, refusals
 from torchtune_adaptive.integrations.first_look import terms_of_loss
-from torchtune_adaptive.integrations.host_state import HostState
+from torchtune_adaptive.integrations.host_state import HostState, state_of
 from torchtune_adaptive.integrations.parts import joined, weighted_mean
-from torchtune_adaptive.integrations.rows import Keeping, KeptRows
+from torchtune_adaptive.integrations.rows import Keeping, KeptRows, sliced
 from torchtune_adaptive.integrations.terms import Found, Terms
 from torchtune_adaptive.integrations.trainer_step import TrainerStep, collectives_of
 from torchtune_adaptive.integrations.undivided import why_not_divided
@@ -43,7 +43,8 @@ class Divisible:
 
     rows: Sequence[Any]
     inputs: Any
-    collate: Callable[[Sequence[Any]], Any]
+    part: Callable[[Sequence[int]], Any]
+    """Function that makes a batch of those rows that have these numbers."""
     terms: Terms | None = None
     """What its loss is a mean of, if that is known."""
 
@@ -75,7 +76,6 @@ class Evaluation:
         self._terms: Found | None = None
         """What the loss is a mean of, where no training has found it."""
         self._batch: Divisible | None = None
-        self._repeatable: Keeping | None = None
 
     def forget(self) -> None:
         """Forget the model that was evaluated last."""
@@ -108,15 +108,20 @@ class Evaluation:
         from accelerate.utils import send_to_device
 
         inputs = send_to_device(batch.inputs, self._trainer.accelerator.device)
-        self._batch = Divisible(batch.rows, inputs, partial(self._again, keeping, batch))
+        self._batch = Divisible(batch.rows, inputs, partial(self._part, keeping, batch))
         return inputs
 
-    def _again(self, keeping: Keeping, batch: KeptRows, rows: Sequence[Any]) -> Any:
-        """A batch of some of the rows of another, if a batch of all would be the same again."""
-        if self._repeatable is not keeping:
-            keeping.require_repeatable(batch, self._trainer.accelerator.device)
-            self._repeatable = keeping
-        return keeping.again(rows)
+    def _part(self, keeping: Keeping, batch: KeptRows, numbers: Sequence[int]) -> Any:
+        """A batch of some of the rows of another: a part of it, or made anew where that is not known."""
+        try:
+            return sliced(batch.inputs, numbers, len(batch))
+        except ValueError as unknown:
+            if keeping.repeats(batch, self._trainer.accelerator.device):
+                return keeping.again([batch.rows[number] for number in numbers])
+            raise UsageError(
+                f"evaluation: memory has run out, and data_collator makes {unknown}, and another batch when "
+                "it is called again. Lower per_device_eval_batch_size."
+            ) from None
 
     def divisible(self, inputs: Any) -> Divisible | None:
         """The batch that these inputs are, if its rows are known."""
@@ -155,10 +160,9 @@ class Evaluation:
             self._require_same(step, rows)
             for start in range(done, rows, size):
                 numbers = range(start, min(start + size, rows))
-                some = [batch.rows[number] for number in numbers]
-                yield len(numbers), (batch.collate(some), len(numbers))
+                yield len(numbers), (batch.part(numbers), len(numbers))
 
-        phase.work = partial(self._part, step, predict, rows)
+        phase.work = partial(self._predicted, step, predict, rows)
         for outcome in phase.run(rows, portions):
             parts.append(outcome.result)
             kept = self._kept()
@@ -175,7 +179,7 @@ class Evaluation:
                 "which cannot be divided alike. Lower per_device_eval_batch_size."
             )
 
-    def _part(
+    def _predicted(
         self,
         step: AdaptiveStep,
         predict: Callable[[Any], Prediction],
@@ -259,10 +263,10 @@ class Evaluation:
             return Found(known)
         if self._terms is None:
             drawn, kept = Generators(trainer.accelerator.device), self._kept()
-            buffers, rows = Buffers(model), batch.rows
+            buffers, rows = Buffers(model), range(len(batch.rows))
             with self._gathering(step):
                 self._terms = terms_of_loss(
-                    trainer, model, step, rows, len(rows), batch.collate, items
+                    trainer, model, step, len(rows), rows, batch.part, items
                 )
             drawn.restore()
             buffers.restore()
@@ -329,7 +333,7 @@ class Evaluation:
     # --- what a forward pass changes on the host --------------------------------------------------
 
     def _kept(self) -> HostState:
-        return HostState(self._trainer, self._trainer.restored)
+        return state_of(self._trainer)
 
 
 class _Batches:

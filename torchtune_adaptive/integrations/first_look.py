@@ -25,8 +25,8 @@ def terms_of_loss(
     trainer: Any,
     model: torch.nn.Module,
     step: AdaptiveStep,
-    rows: Sequence[Any],
     batch: int,
+    rows: Sequence[Any],
     collate: Callable[[Sequence[Any]], Any],
     items: Any,
     batches: int = 1,
@@ -34,8 +34,8 @@ def terms_of_loss(
     """What the loss of a trainer is a sum or a mean of, on all ranks.
 
     Args:
-        rows: some rows, as many on each rank.
         batch: the rows of a batch.
+        rows: some rows, as many on each rank.
         items: what a sum is divided by, as ``compute_loss`` gets it; None if it gets nothing.
         batches: the batches of a step.
     """
@@ -54,15 +54,16 @@ def terms_of_loss(
             return loss
 
     bare = trainer.accelerator.unwrap_model(model)
-    return look(step, loss_of, rows, batch, collate)
+    return look(step, loss_of, batch, rows, collate, told=items is not None)
 
 
 def look(
     step: AdaptiveStep,
     loss_of: Callable[[Any], torch.Tensor],
-    rows: Sequence[Any],
     batch: int,
+    rows: Sequence[Any],
     collate: Callable[[Sequence[Any]], Any],
+    told: bool = False,
 ) -> Found:
     """What the losses of batches are a sum or a mean of, computed by ``loss_of`` as in evaluation."""
     # TF32 has as many digits as float16.
@@ -87,6 +88,6 @@ def look(
     rounding = lambda: max(_ROUNDING.get(kind, 2e-2) for kind in kinds)  # noqa: E731
     hook = register_module_forward_hook(note)
     try:
-        return TermsFinder(by_ranks, collate, rows, batch, step.ranks, rounding).found()
+        return TermsFinder(by_ranks, collate, rows, batch, step.ranks, rounding, told).found()
     finally:
         hook.remove()

@@ -53,12 +53,13 @@ def one_by_one(trainer: Any) -> LayerCheckpointing:
         raise UsageError(
             f"fastest: with {by}, layers cannot be switched one by one. Leave one off."
         )
-    found, name = _layers_of(model), _name(model)
+    found = _layers_of(model)
     if found is None:
         raise UsageError(
             f"fastest: {type(model).__name__} has no layers whose checkpointing transformers can switch. "
             "Leave it off."
         )
+    name = _name(model)
     if not getattr(model, f"is_{name}"):
         getattr(model, f"{name}_enable")({"use_reentrant": False})  # gives each layer its function
         found.use(found.configured)

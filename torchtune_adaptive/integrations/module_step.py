@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,7 +112,8 @@ class ModuleStep(RowStep):
         drawn, buffers = Generators(self._device), Buffers(step.train_step.model)
         rows, of_batch = [row for one in self._of_step for row in one.rows], len(self._of_step[0])
         with self.around(step):
-            terms, why = look(step, self._forward, rows, of_batch, self._micro_batch)
+            by = partial(look, step, self._forward, of_batch)
+            terms, why = self._look(self._of_step[0], rows, by, step)
         drawn.restore()
         buffers.restore()
         self.restore()

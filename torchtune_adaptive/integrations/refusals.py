@@ -125,6 +125,12 @@ def require_supported(trainer: Any) -> None:
             "model: from_pretrained(distributed_config=...) has spread it over ranks, with which no trainer "
             "has run here. Load it without, and set fsdp; or train it in a loop of your own, by AdaptiveStep."
         )
+    methods = [vars(kind).get("get_batch_samples") for kind in type(trainer).__mro__]
+    if any(getattr(each, "__name__", "").startswith("_unsloth") for each in methods):
+        raise UsageError(
+            "unsloth: it replaces methods of transformers' trainer, and keeps activations in buffers that "
+            "cannot be reset after running out of memory. Import it only where it trains alone."
+        )
     if args.n_gpu > 1:
         raise UsageError(
             f"n_gpu: {args.n_gpu} devices in one process. Start one process for each, by torchrun."

@@ -78,9 +78,6 @@ class RolloutStep(TrainerStep):
             self._completions, self._batches = [], []
         return loss
 
-    def _require_repeatable(self, batch: KeptRows) -> None:
-        """Nothing: completions are kept."""
-
     def _collated(self, rows: Sequence[Completion]) -> dict[str, Any]:
         return together(rows)
 

@@ -15,10 +15,12 @@ import torch
 from torch.utils.data import IterableDataset
 
 from torchtune_adaptive.common import UsageError, announce
+from torchtune_adaptive.core import Generators
 from torchtune_adaptive.integrations.host_state import HostState
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows, RowsOfStep, longest, tokens_in
 from torchtune_adaptive.integrations.summary import summary
+from torchtune_adaptive.integrations.terms import Found, Terms
 from torchtune_adaptive.library import (
     AdaptiveStep,
     BatchSize,
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _NO_LIMIT = (
     "no search: a CPU has no memory limit of its own. Pass one, such as "
-    'Adaptive(memory_limit="16GiB").'
+    'Adaptive(memory_limit="16GiB"), or --memory-limit 16GiB of the command.'
 )
 _NO_LENGTH = "the loader has no dataset with a length, so there is no longest row to try"
 
@@ -65,6 +67,8 @@ class RowStep(ABC):
         """Why batches are not divided; None if they may be."""
         self._made: dict[tuple[int, ...], Any] = {}
         """What the loader has made of rows of the step that is taken, by their numbers."""
+        self.slices = False
+        """Whether micro-batches are slices of the batches that the loader has made, and not made anew."""
 
     @abstractmethod
     def new_step(self) -> AdaptiveStep:
@@ -101,8 +105,7 @@ class RowStep(ABC):
         self._keep()
         begins, why = self._step is None, ""
         if self._step is None:
-            self._require_repeatable(batches[0])
-            self._step, why = self._begin(self.most_rows(len(rows)))
+            self._step, why = self._begin(self.most_rows(len(rows)), batches[0])
             self._step.steps = self._steps_before(self._step)
         lengths, groups = self._lengths(rows), self._groups(batches)
         if self._whole and groups:
@@ -172,9 +175,10 @@ class RowStep(ABC):
         assert keeping is not None  # or its batches would have been refused
         return keeping
 
-    def _require_repeatable(self, batch: KeptRows) -> None:
-        """Check that rows make the same micro-batch each time."""
-        self._keeping.require_repeatable(batch, self._device)
+    def _repeats(self, batch: KeptRows) -> bool:
+        """Whether rows make the same micro-batch each time, as those do that are not collated."""
+        keeping = self._known or Keeping.of(self._loader)
+        return keeping is None or keeping.repeats(batch, self._device)
 
     def _collated(self, rows: Sequence[Any]) -> Any:
         return self._keeping.again(rows)
@@ -182,8 +186,10 @@ class RowStep(ABC):
     def _micro_batch(self, rows: Sequence[Any]) -> dict[str, Any]:
         return _with_rows(self._collated(rows), len(rows))
 
-    def batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
+    def batch_of(self, rows: RowsOfStep, numbers: Sequence[int]) -> dict[str, Any]:
         """A micro-batch of some of the rows of a step: what the loader has made of them, if it has."""
+        if self.slices:
+            return _with_rows(rows.part(numbers), len(numbers))
         # Taken once only, as a step may change what it is given; after a loss it is made again.
         made = self._made.pop(tuple(numbers), None)
         if made is None:
@@ -192,9 +198,9 @@ class RowStep(ABC):
 
     def _groups(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
         """The rows of a step that may share a micro-batch; None if all may."""
-        if not self._whole:
-            return None
-        return [len(batch) for batch in batches]
+        if self._whole or self.slices:
+            return [len(batch) for batch in batches]
+        return None
 
     def _numbers(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
         """The numbers of the rows among those of all processes, where dropout follows them."""
@@ -208,13 +214,15 @@ class RowStep(ABC):
 
     # --- before the first step ------------------------------------------------------------------
 
-    def _begin(self, rows: int) -> tuple[AdaptiveStep, str]:
-        """What takes the steps, and why micro-batches have the size that they have."""
+    def _begin(self, rows: int, first: KeptRows) -> tuple[AdaptiveStep, str]:
+        """What takes the steps, whose first batch this is, and why micro-batches have their size."""
         options, step = self._options, self.new_step()
+        self.slices = not all(step.ranks.gather(self._repeats(first)))
         self._undivided = undivided = self._look_at_loss(step)
-        step.divides = not self._whole
         if self._whole:
-            self._refuse_options("batches cannot be divided, because of their loss or layers")
+            self._keep_whole(step)
+        elif self.slices:
+            self._refuse_options("micro-batches are parts of what data_collator has made")
         most = self._most(rows)
         ceiling = min(most, options.ceiling or most)
         self._size = self._configured()[0] if self._whole else min(self._begin_with(), ceiling)
@@ -229,6 +237,7 @@ class RowStep(ABC):
         searches = options.search and step.train_step.memory.measured
         if options.search and not searches:
             self._announce(step, _NO_LIMIT)
+        drawn = Generators(self._device)  # collating may draw
         row = self._longest() if searches or options.token_budget else None
         if searches and row is None:
             self._announce(step, f"no search: {_NO_LENGTH}.")
@@ -239,6 +248,7 @@ class RowStep(ABC):
         if options.token_budget:
             why.insert(0, f"{self._size} of the longest row")
             self._size *= tokens_in(self._collated([row]))
+        drawn.restore()
         return step, f" ({', '.join(why)})" if why else ""
 
     def most_rows(self, rows: int) -> int:
@@ -269,6 +279,30 @@ class RowStep(ABC):
         divided, which may be obvious, and None if they can."""
         return normalizes(step) or None
 
+    def _look(
+        self, first: KeptRows, rows: Sequence[Any], look: Callable[..., Found], step: AdaptiveStep
+    ) -> Found:
+        """What the loss of micro-batches is a mean of: of rows that are collated again or, where that gives
+        other losses, as by less padding, of parts of a batch; ``look`` finds it for one way."""
+        found = Found(Terms.BATCH) if self.slices else look(rows, self._micro_batch)
+        if found.terms.divides:
+            return found
+        why = ""
+        try:
+            first.part([0])
+        except ValueError as error:
+            why = str(error)
+        if unknown := next(filter(None, step.ranks.gather(why)), ""):
+            return Found(Terms.BATCH, found.why or f"data_collator makes {unknown}")
+        part = lambda numbers: _with_rows(first.part(numbers), len(numbers))  # noqa: E731
+        of_parts = look(range(len(first)), part)
+        self.slices = self.slices or of_parts.terms.divides
+        return of_parts
+
+    def _keep_whole(self, step: AdaptiveStep) -> None:
+        self._refuse_options("batches cannot be divided, because of their loss or layers")
+        step.keep_whole()
+
     def _refuse_options(self, why: str) -> None:
         """Check that no option needs a size that is searched for."""
         for name in ("token_budget", "fastest"):
@@ -290,9 +324,8 @@ class RowStep(ABC):
         if isinstance(dataset, IterableDataset) or not has_rows:
             self._refuse_options(_NO_LENGTH)
             return None
-        row = longest(dataset, self._loader.collate_fn, self._device)
-        [row] = self._loader.collate_fn([row]).rows
-        return row
+        with self._keeping.apart():
+            return longest(dataset, self._loader.collate_fn, self._device)
 
     def _search(self, step: AdaptiveStep, row: Any, ceiling: int, rows: int) -> BatchSize:
         options = self._options

@@ -5,20 +5,24 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import Generators
 from torchtune_adaptive.integrations import private
-from torchtune_adaptive.integrations.equality import NotComparable, equal
+from torchtune_adaptive.integrations.equality import equal
 
 _LOOKED_AT = 4096
 """Rows of a dataset that is not a table that are looked at for the longest; loading one may be slow."""
+_GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 
 
 class KeptRows:
@@ -58,6 +62,12 @@ class KeptRows:
         [(_, inputs)] = self.made
         return inputs
 
+    def part(self, numbers: Sequence[int]) -> Any:
+        """A batch of some of the rows, as they are in what was made of all; see ``sliced``."""
+        if len(numbers) == len(self):
+            return copy.deepcopy(self.inputs)
+        return sliced(self.inputs, numbers, len(self))
+
     def pin_memory(self) -> KeptRows:
         """What a loader calls for batches of a kind that it does not know."""
         self.made = [(rows, private.pinned(inputs)) for rows, inputs in self.made]
@@ -84,6 +94,14 @@ class RowsOfStep(Sequence[Any]):
     @cached_property
     def _all(self) -> list[Any]:
         return [row for batch in self._batches for row in batch.rows]
+
+    def part(self, numbers: Sequence[int]) -> Any:
+        """The same of the batch that has these rows."""
+        for batch in self._batches:
+            if numbers[0] < len(batch):
+                break
+            numbers = [number - len(batch) for number in numbers]
+        return batch.part(numbers)
 
     def made(self) -> dict[tuple[int, ...], Any]:
         """What has been made of rows, by their numbers."""
@@ -120,6 +138,11 @@ class Keeping:
         self.collate = collate
         self._size = torch.zeros((), dtype=torch.int64).share_memory_()
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.collate, name)  # trainers ask theirs, such as for the columns of labels
+
     @property
     def size(self) -> int:
         """The most rows that it makes something of at once, or 0; processes that load data share it."""
@@ -132,7 +155,7 @@ class Keeping:
     def __call__(self, rows: Sequence[Any]) -> KeptRows:
         size = self.size or len(rows) or 1
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-        return KeptRows(rows, [(len(part), self.again(part)) for part in parts])
+        return KeptRows(rows, [(len(part), self.collate(_copied(part))) for part in parts])
 
     @staticmethod
     def of(loader: Any) -> Keeping | None:
@@ -142,37 +165,64 @@ class Keeping:
         return next((each for each in (collate, inside) if isinstance(each, Keeping)), None)
 
     def again(self, rows: Sequence[Any]) -> Any:
-        """The same of some of the rows; some collate functions change what they are given."""
-        # A dict's own way to copy itself is the same, sooner.
-        return self.collate([r.copy() if type(r) is dict else copy.copy(r) for r in rows])
+        """The same of some of the rows; generators of the collate function's own are left as they are."""
+        with self.apart():
+            return self.collate(_copied(rows))
 
-    def require_repeatable(self, batch: KeptRows, device: torch.device) -> None:
-        """Check that the same rows give the same batch again; draws no random numbers of the run."""
-        drawn, name = Generators(device), type(self.collate).__name__
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A context in which the collate function draws from copies of its own generators."""
+        attributes = getattr(self.collate, "__dict__", {})
+        own = {name: value for name, value in attributes.items() if isinstance(value, _GENERATORS)}
+        attributes.update(copy.deepcopy(own))
         try:
-            repeats = equal(self.again(batch.rows), batch.inputs)
-        except NotComparable as error:
-            raise UsageError(
-                f"data_collator: {name} puts a {error} into its batches, which cannot be compared when they "
-                "are made again for a step that is done again. Leave it out, or give its class an __eq__."
-            ) from None
+            yield
         finally:
-            drawn.restore()
-        if not repeats:
-            raise UsageError(
-                f"data_collator: {name} makes another batch of the same rows when it is called again, as "
-                "where it masks at random. A step that is done again would not be the same. Mask when the "
-                "dataset is made."
-            )
+            attributes.update(own)
+
+    def repeats(self, batch: KeptRows, device: torch.device) -> bool:
+        """Whether the same rows give the same batch again; draws no random numbers of the run."""
+        drawn = Generators(device)
+        same = equal(self.again(batch.rows), batch.inputs)
+        drawn.restore()
+        return same
 
 
-def longest(dataset: Any, collate: Callable[[list[Any]], Any], device: torch.device) -> Any:
-    """The row that makes the largest batch by itself.
+def _copied(rows: Sequence[Any]) -> list[Any]:
+    """Copies of rows, which some collate functions change."""
+    # A dict's own way to copy itself is the same, sooner.
+    return [row.copy() if type(row) is dict else copy.copy(row) for row in rows]
+
+
+def sliced(value: Any, numbers: Sequence[int], of: int, top: bool = True) -> Any:
+    """Some rows of a batch of so many, as that has them: padded to its longest, and masked as they are.
+
+    Raises:
+        ValueError: it is not known which part of the batch is that of these rows.
+    """
+    if isinstance(value, Mapping):
+        part: Any = copy.copy(value)  # of the same kind
+        part.update({name: sliced(each, numbers, of, False) for name, each in value.items()})
+        return part
+    listed = isinstance(value, (list, tuple))
+    if listed and top:
+        return type(value)(sliced(each, numbers, of, False) for each in value)
+    if not listed and not getattr(value, "ndim", 0):
+        return value
+    columns = listed and all(getattr(each, "shape", ())[:1] == (of,) for each in value)
+    if len(value) != of or columns:
+        raise ValueError(f"a {type(value).__name__} of {len(value)} in a batch of {of} rows")
+    return type(value)(value[number] for number in numbers) if listed else value[list(numbers)]
+
+
+def longest(dataset: Any, collate: Callable[[list[Any]], KeptRows], device: torch.device) -> Any:
+    """The row that makes the largest batch by itself, as the collate function of a loader gets it.
 
     Each list in a row counts, and so does each pair of them: a prompt, and each of two answers to it.
     """
     drawn = Generators(device)  # a dataset may draw random numbers
     try:
+        dataset = _drawing_apart(dataset)
         lengths = _lengths_in_table(dataset)
         if lengths is None:
             stride = -(-len(dataset) // _LOOKED_AT)
@@ -181,10 +231,17 @@ def longest(dataset: Any, collate: Callable[[list[Any]], Any], device: torch.dev
         else:
             numbers = range(len(dataset))
         candidates = {numbers[at] for at in longest_by(lengths)} or {0}
-        rows = [dataset[number] for number in sorted(candidates)]
-        return max(rows, key=lambda row: numbers_in(collate([row])))
+        batches = [collate([dataset[number]]) for number in sorted(candidates)]
+        return max(batches, key=lambda batch: numbers_in(batch.inputs)).rows[0]
     finally:
         drawn.restore()
+
+
+def _drawing_apart(dataset: Any) -> Any:
+    """The dataset, with a copy of what makes its rows when they are asked for, and of its generators."""
+    form = dict(getattr(dataset, "format", {}))
+    made_by = copy.deepcopy(form.pop("format_kwargs", {}))
+    return dataset.with_format(**form, **made_by) if form.get("type") == "custom" else dataset
 
 
 def longest_by(lengths: Mapping[str, Sequence[int]]) -> set[int]:

@@ -14,6 +14,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,16 @@ def run_script(arguments: Sequence[str] | None = None) -> None:
             raise UsageError(f"{name}: there is no such script. A module is run by -m {name}")
         options = Adaptive(**{f.name: getattr(asked, f.name) for f in fields(Adaptive)})
         made = adapt_trainers(options, name)
+        sys.argv = [name, *rest]
+        sys.addaudithook(partial(_say_where_it_trains, name, made))
+        if asked.module:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(name).resolve().parent)
+            runpy.run_path(name, run_name="__main__")
     except UsageError as error:
         sys.exit(f"{_PROGRAM}: {error}")
-    sys.argv = [name, *rest]
-    if asked.module:
-        sys.path[0] = os.getcwd()
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(name).resolve().parent)
-        runpy.run_path(name, run_name="__main__")
     if not made:
         _say(
             f"{name} has made no trainer of transformers or TRL: nothing is adaptive",
@@ -79,6 +81,18 @@ def adapt_trainers(options: Adaptive, maker: str) -> dict[type, type]:
 
     Trainer.__new__ = new
     return made
+
+
+def _say_where_it_trains(name: str, made: dict[type, type], event: str, details: Any) -> None:
+    """An audit hook that says so where a script that has made no trainer starts another, to train there."""
+    starts = event == "subprocess.Popen" and not made
+    script = [*map(os.fsdecode, details[1][1:3])] if starts else []
+    if script and (script[0] == "-m" or script[0].endswith(".py")):
+        told = " ".join(script[: 1 + (script[0] == "-m")])
+        _say(
+            f"{name} starts {told}, whose trainers are not adaptive. Run {_PROGRAM} {told} ... instead.",
+            logging.WARNING,
+        )
 
 
 def _say(line: str, level: int = logging.INFO) -> None:

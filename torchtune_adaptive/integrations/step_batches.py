@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from torchtune_adaptive.integrations import private
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows
+from torchtune_adaptive.integrations.step_rows import sampled_by
 
 
 class StepBatches:
@@ -95,9 +96,8 @@ def divide(loader: Any, rows: int, of_step: int, larger: bool) -> bool:
         larger: whether a micro-batch may have rows of several batches. The loader then stays ahead
             by one step more than it has processes, so that each has a micro-batch to make.
     """
-    base = getattr(loader, "base_dataloader", loader)
-    keeping, batches = Keeping.of(base), getattr(base, "batch_sampler", None)
-    inner = getattr(batches, "batch_sampler", batches)  # what all processes take from
+    base, batches, inner = sampled_by(loader)
+    keeping = Keeping.of(base)
     if type(base) is not DataLoader or type(inner) is not BatchSampler or inner.batch_size != rows:
         return False
     if getattr(batches, "split_batches", False) or not _loads_nothing(base.dataset):

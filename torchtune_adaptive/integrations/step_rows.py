@@ -83,12 +83,17 @@ class DealtSteps:
             yield batch[self._process :: self.num_processes]
 
 
+def sampled_by(loader: Any) -> tuple[Any, Any, Any]:
+    """torch's loader, inside of accelerate's; its batch sampler; and that from which all processes take."""
+    base = getattr(loader, "base_dataloader", loader)
+    batches = getattr(base, "batch_sampler", None)
+    return base, batches, getattr(batches, "batch_sampler", batches)
+
+
 def deal(loader: Any, began: StepRows, rows: StepRows, process: int) -> int | None:
     """Let a loader deal out the steps of a run that began on other processes, and give the rows of an epoch's
     last, 0 if it is full. None if its batches stay, as where they are not chosen by their size."""
-    base = getattr(loader, "base_dataloader", loader)
-    batches = getattr(base, "batch_sampler", None)
-    inner = getattr(batches, "batch_sampler", batches)
+    base, batches, inner = sampled_by(loader)
     if began.processes == rows.processes or getattr(batches, "split_batches", False):
         return None
     if type(inner) is not BatchSampler or inner.batch_size != rows.batch:

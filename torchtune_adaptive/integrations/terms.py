@@ -21,6 +21,10 @@ from torchtune_adaptive.core import Ranks
 
 _IGNORED = -100
 """The label that transformers counts and trains on nowhere."""
+_IGNORED_IN_IMAGES = 255
+"""That of a pixel, in models of images."""
+_APART = 1e-3
+"""The relative difference of two losses from which a mean shows how much each counts."""
 _FEW = 8
 """Rows that are tried together where a batch has one."""
 _PAIRS = 4
@@ -57,8 +61,7 @@ class Terms(Enum):
         labels = labels_of(inputs)
         if labels is None:
             return 0
-        later = labels[..., 1:] if self is Terms.LATER_LABELS else labels
-        return int((later != _IGNORED).sum())
+        return int(_valid(labels[..., 1:] if self is Terms.LATER_LABELS else labels).sum())
 
     def groups(self, batches: Sequence[int]) -> list[int]:
         """The rows that may share a micro-batch, given those of each batch: they count alike."""
@@ -112,6 +115,8 @@ class TermsFinder:
         rows: those of a step, as many on each rank.
         batch: the rows of a batch.
         rounding: function that gives the relative error of losses that have been computed.
+        told: whether the loss is told what a sum is divided by. One that is not may add up by chance, as that
+            of the rows which are hardest among others.
     """
 
     def __init__(
@@ -122,18 +127,25 @@ class TermsFinder:
         batch: int,
         ranks: Ranks,
         rounding: Callable[[], float],
+        told: bool = False,
     ) -> None:
         self._losses, self._collate, self._ranks = losses, collate, ranks
-        self._rows, self._batch, self._rounding = rows, batch, rounding
-        self._seen = False
-        """Whether any loss is a number, and not 0."""
+        self._rows, self._batch, self._rounding, self._told = rows, batch, rounding, told
+        self._seen = self._apart = False
+        """Whether any loss is a number, and not 0; and whether any two differ."""
 
     def found(self) -> Found:
         """What the loss is a sum or a mean of."""
         if len(self._rows) == 1:
             return Found(Terms.BATCH)  # there is nothing to divide
         try:
-            left = self._left_of_rows(self._rows[: self._batch if self._batch > 1 else _FEW])
+            batch = self._batch if self._batch > 1 else _FEW
+            left = [Terms.ITEMS, Terms.LABELS, Terms.LATER_LABELS, Terms.ROWS]
+            two = self._rows[: 2 * batch]
+            for some in (two[:batch], two[batch:], two):
+                for rows in (some, [*some[::2], *some[1::2]]):
+                    if left != [Terms.ITEMS] or not self._told:
+                        left = self._left_of_rows(rows, left)
             if left and left != [Terms.ITEMS]:
                 left = self._left_of_pairs(left)
         except (TrainingOutOfMemory, RankLost):
@@ -147,22 +159,24 @@ class TermsFinder:
             return Found(
                 Terms.BATCH, "its loss follows how rows are put together, or draws random numbers"
             )
+        if left != [Terms.ITEMS] and not any(self._ranks.gather(self._apart)):
+            return Found(Terms.BATCH, "its losses before the first step are all the same")
         return Found(left[0])
 
-    def _left_of_rows(self, rows: Sequence[Any]) -> list[Terms]:
-        """What the loss may be by that of these rows, and those of their halves; of fewer if these are too
-        many to compute at once."""
+    def _left_of_rows(self, rows: Sequence[Any], left: list[Terms]) -> list[Terms]:
+        """What of this the loss may be by that of these rows, and those of their halves; of fewer if these
+        are too many to compute at once."""
         half = len(rows) // 2
+        if not half or not left:
+            return left
         try:
             divided = _Divided(rows, half, *map(self._collate, (rows[:half], rows[half:], rows)))
-            means = [Terms.ROWS]
-            if _many(labels_of(divided.whole)):
-                means = [Terms.LABELS, Terms.LATER_LABELS, Terms.ROWS]
-            return self._left_by(divided, [Terms.ITEMS, *means])
+            many = _many(labels_of(divided.whole))
+            return self._left_by(divided, [t for t in left if many or not t.of_labels])
         except TrainingOutOfMemory as error:
             if not error.everywhere or half < 2:
                 raise
-        return self._left_of_rows(rows[:half])
+        return self._left_of_rows(rows[:half], left)
 
     def _left_of_pairs(self, left: list[Terms]) -> list[Terms]:
         """What the loss may be by those of rows, two at a time, that differ much."""
@@ -180,6 +194,7 @@ class TermsFinder:
         if math.isfinite(a + b + whole) and largest:
             self._seen = True
             error = self._rounding() * largest
+            self._apart |= abs(a - b) > max(4 * error, _APART * largest)
             agree = [t for t in left if abs(_predicted(t, divided, a, b) - whole) <= error]
         everyones = self._ranks.gather(agree)
         return [one for one in left if all(one in each for each in everyones)]
@@ -199,8 +214,8 @@ class TermsFinder:
         if labels is None or not _many(labels) or len(labels) != 2 or _valid(labels).all():
             # Nobody knows whether the model knows what to ignore.
             return _Divided(pair, 1, *batches)
-        kept = [(1,), (3,), (1, 3)]
-        thinned = [_thinned(each, labels) for each, labels in zip(batches, kept, strict=True)]
+        kept, ignored = [(1,), (3,), (1, 3)], labels[~_valid(labels)][0]
+        thinned = [_thinned(*each, ignored) for each in zip(batches, kept, strict=True)]
         return _Divided(pair, 1, *thinned)
 
 
@@ -214,22 +229,23 @@ def _predicted(terms: Terms, divided: _Divided, a: float, b: float) -> float:
 
 
 def _valid(labels: torch.Tensor) -> torch.Tensor:
-    return labels != _IGNORED
+    valid = labels != _IGNORED
+    return valid & (labels != _IGNORED_IN_IMAGES) if labels.dim() > 2 else valid
 
 
 def _many(labels: torch.Tensor | None) -> bool:
     """Whether a row has many labels, some of which may be ignored."""
-    return labels is not None and labels.dim() == 2 and not labels.is_floating_point()
+    return labels is not None and labels.dim() > 1 and not labels.is_floating_point()
 
 
-def _thinned(inputs: Any, kept: Sequence[int]) -> dict[str, Any]:
+def _thinned(inputs: Any, kept: Sequence[int], ignored: torch.Tensor) -> dict[str, Any]:
     """A batch with the last labels of each row, so many, and with one at its first token."""
     labels = inputs["labels"].clone()
-    mask = inputs.get("attention_mask")
-    for number, (row, count) in enumerate(zip(labels, kept, strict=True)):
-        last = _valid(row).nonzero().flatten()[-count:]
+    mask, valid = inputs.get("attention_mask"), _valid(labels).flatten(1)
+    for number, (row, count) in enumerate(zip(labels.view(len(labels), -1), kept, strict=True)):
+        last = valid[number].nonzero().flatten()[-count:]
         values = row[last]
-        row.fill_(_IGNORED)
+        row.fill_(ignored)
         row[last] = values
         padded_in_front = mask is not None and not mask[number].flatten()[0]
         if len(last) and not padded_in_front:

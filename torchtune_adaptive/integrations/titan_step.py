@@ -92,9 +92,6 @@ class TitanStep(RowStep):
     def _saved(self) -> dict[str, Any] | None:
         return None  # a checkpoint has only what the plain trainer's has
 
-    def _require_repeatable(self, batch: KeptRows) -> None:
-        """Nothing: rows are on the device, and are not collated again."""
-
     def _micro_batch(self, rows: Sequence[int]) -> dict[str, Any]:
         # With the length, because collectives of tensor parallelism follow it.
         return {"rows": torch.tensor(rows), "length": torch.empty(0, *self._labels.shape[1:])}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from functools import cache, partial
-from itertools import accumulate, cycle, islice
+from itertools import accumulate, chain, cycle, islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.core import Buffers, Generators
 from torchtune_adaptive.integrations import averages, ending, layers, private, refusals
 from torchtune_adaptive.integrations.first_look import terms_of_loss
+from torchtune_adaptive.integrations.host_state import state_of
 from torchtune_adaptive.integrations.row_step import OnHost, RowStep, normalizes
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows, RowsOfStep
 from torchtune_adaptive.integrations.step_rows import cannot_share
@@ -37,7 +38,8 @@ class TrainerStep(RowStep):
     """The steps of a trainer, whose loader gives ``KeptRows``.
 
     ``divides`` is whether it may make micro-batches of a size that it is told; see ``step_batches``. What
-    ``deal`` gave of it is ``dealt``.
+    ``deal`` gave of it is ``dealt``. Whether a batch sampler of somebody else's has chosen the rows of its
+    batches, such as those of one dataset among several, is ``chosen``: they stay together then.
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class TrainerStep(RowStep):
         divides: bool = False,
         keeping: Keeping | None = None,
         dealt: int | None = None,
+        chosen: bool = False,
     ) -> None:
         args = trainer.args
-        super().__init__(trainer, trainer.restored, trainer.adaptive, loader, args.device, keeping)
+        super().__init__(trainer, (), trainer.adaptive, loader, args.device, keeping)
         self._trainer = trainer
         self._of_step: Sequence[KeptRows] = ()
         self._prepared: AdaptiveStep | None = None
@@ -63,7 +66,9 @@ class TrainerStep(RowStep):
         """What the forward pass that runs has logged; None where none runs."""
         self._shared: list[int] = []
         """For each row of a step, the terms of its batch."""
-        self._divides, self._dealt = divides, dealt
+        self._divides, self._dealt, self._chosen = divides, dealt, chosen
+        self._weights_seen: list[float] = []
+        """What losses were set to when they were looked at last."""
 
     def take(
         self, model: Any, batches: Sequence[KeptRows], training_step: Callable[..., Any], items: Any
@@ -75,6 +80,8 @@ class TrainerStep(RowStep):
         self._training_step, self._model, self._items = training_step, model, items
         self._of_step = batches
         self._parts.clear()
+        if self._step is not None:
+            self._look_again(self._step)
         loss = self._take(batches).loss
         if (scaler := self._trainer.accelerator.scaler) is not None:
             loss /= scaler.get_scale()
@@ -108,6 +115,9 @@ class TrainerStep(RowStep):
         for entry in logs:
             self._trainer.log(entry)
 
+    def _keep(self) -> None:
+        self._kept = state_of(self._trainer)
+
     def restore(self) -> None:
         super().restore()
         self._parts.clear()
@@ -116,6 +126,7 @@ class TrainerStep(RowStep):
         """Let the loader make micro-batches of the size that they have now."""
         assert self._step is not None
         size, rows = self._step.micro_batch, self._configured()[0]
+        self._divides &= not self.slices
         if not self._divides or size == (self._keeping.size or rows):
             return
         if not self._keeping.size and not self._counts_the_same(batches, size):
@@ -191,11 +202,14 @@ class TrainerStep(RowStep):
         self._model.train()  # as in a step: layers that normalize over a batch may do so only then
         why = normalizes(step)
         terms, why = Found(Terms.BATCH, why) if why else self._found_terms(step)
-        if terms.of_labels and self._options.token_budget:
-            model = self._trainer.accelerator.unwrap_model(self._model)
+        if self._options.token_budget and (terms.of_labels or self._chosen):
+            why = "a batch sampler of your own has chosen them"
+            if terms.of_labels:
+                model = self._trainer.accelerator.unwrap_model(self._model)
+                why = f"the loss of {type(model).__name__} is a mean over the labels of a batch"
             raise UsageError(
-                f"token_budget: the loss of {type(model).__name__} is a mean over the labels of a batch, so "
-                "the rows of a micro-batch are of one batch, whatever their length. Leave it off."
+                f"token_budget: the rows of a micro-batch are of one batch, whatever their length, as {why}. "
+                "Leave it off."
             )
         began, args = self._trainer.rows_begun_with, self._trainer.args
         batches, rows = args.gradient_accumulation_steps, args.per_device_train_batch_size
@@ -215,6 +229,7 @@ class TrainerStep(RowStep):
         if terms is not Terms.ITEMS and (self._dealt or 0) % processes:
             which, last = "the last step of an epoch has", self._dealt or 0
             raise cannot_share(which, last, processes, began.number)
+        self._weights_seen = self._weights
         step.objective.unequal_rows = self._dealt is not None and terms is Terms.ITEMS
         self._terms = terms
         return None if terms.divides else why
@@ -227,19 +242,60 @@ class TrainerStep(RowStep):
         if refusals.is_mean_over_rows(type(trainer)):
             return Found(Terms.ROWS)
         drawn, buffers = Generators(self._device), Buffers(self._model)
-        rows = [row for one in self._of_step for row in one.rows]
+        some = self._of_step[:1] if self._chosen else self._of_step
+        rows = [row for one in some for row in one.rows]
         batches, (of_batch, of_step, _) = len(self._of_step), self._configured()
         of_batch = max(of_batch, len(self._of_step[0]))
         # The last step of an epoch, at which a run is resumed, may have few, and not as many on each process.
         rows = [*islice(cycle(rows), max(of_step, len(rows)))]
-        with self.around(step):
-            found = terms_of_loss(
-                trainer, self._model, step, rows, of_batch, self._collated, self._items, batches
+
+        def look(some: Sequence[Any], make: Callable[[Sequence[Any]], Any]) -> Found:
+            collate = lambda part: make(part)["inputs"].value  # noqa: E731
+            return terms_of_loss(
+                trainer, self._model, step, of_batch, some, collate, self._items, batches
             )
+
+        with self.around(step):
+            found = self._look(self._of_step[0], rows, look, step)
         drawn.restore()
         buffers.restore()
         self.restore()
         return found
+
+    def _look_again(self, step: AdaptiveStep) -> None:
+        """Divide no more batches if the loss is no longer a mean of the same, as where a callback raises the
+        weight of a part that compares rows."""
+        weights, seen, began = self._weights, self._weights_seen, self._terms
+        far = (abs(now - then) > abs(then) / 2 for now, then in zip(weights, seen, strict=False))
+        changed = len(weights) != len(seen) or any(far)
+        if self._whole or not seen or not any(step.ranks.gather(changed)):
+            return
+        self._weights_seen = weights
+        self._keep()
+        terms, why = self._found_terms(step)
+        if terms is not began:
+            self._undivided = why or "its loss is now a mean of something else"
+            self._terms, self._size = Terms.BATCH, self._configured()[0]
+            self._keep_whole(step)
+            self._announce(step, f"batches are not divided from now on: {self._undivided}")
+
+    @property
+    def _weights(self) -> list[float]:
+        """What losses are set to, such as the weights of their parts."""
+        values = (value for loss in self._losses() for value in vars(loss).values())
+        return [value for value in values if type(value) in (int, float)]
+
+    def _losses(self) -> list[torch.nn.Module]:
+        """The modules that the trainer has beside its models, one or, for several datasets, one for each; and
+        those in them."""
+        trainer = self._trainer
+        models = (trainer.model, trainer.model_wrapped, getattr(trainer, "ref_model", None))
+        values = [[*v.values()] if isinstance(v, dict) else [v] for v in vars(trainer).values()]
+        held = [each for each in chain(*values) if isinstance(each, torch.nn.Module)]
+        losses = [each for each in held if all(each is not model for model in models)]
+        of_model = {*trainer.model.modules()} if losses else ()
+        every = dict.fromkeys(module for loss in losses for module in loss.modules())
+        return [module for module in every if module not in of_model]
 
     def _groups(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
         sizes, of_labels = self._sizes(batches), self._terms.of_labels
@@ -247,11 +303,13 @@ class TrainerStep(RowStep):
         self._shared = [
             number for number, rows in zip(terms, sizes, strict=True) for _ in range(rows)
         ]
+        if self.slices or self._chosen:
+            return sizes
         if self._options.token_budget or self._terms is Terms.ITEMS:
             return None  # with a budget, rows of similar length go together, of whichever batch
         return self._terms.groups(sizes)
 
-    def batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
+    def batch_of(self, rows: RowsOfStep, numbers: Sequence[int]) -> dict[str, Any]:
         batch = super().batch_of(rows, numbers)
         held, batch["numbers"] = batch["inputs"], OnHost(tuple(numbers))
         if self._terms.of_labels:
@@ -278,7 +336,8 @@ class TrainerStep(RowStep):
         ]
 
     def _most(self, rows: int) -> int:
-        return min(rows, self._configured()[0]) if self._terms.of_labels else rows
+        of_a_batch = self._terms.of_labels or self.slices or self._chosen
+        return min(rows, self._configured()[0]) if of_a_batch else rows
 
     @contextmanager
     def around(self, step: AdaptiveStep) -> Iterator[None]:
@@ -318,7 +377,7 @@ class TrainerStep(RowStep):
         self.put_layers_back = layers.as_they_are(trainer)
         checkpointing = (layers.one_by_one if one_by_one else layers.all_at_once)(trainer)
         step = self._step_of(
-            self._model,
+            self._with_loss(trainer.optimizer),
             trainer.optimizer,
             activation_checkpointing=checkpointing,
             frozen=() if reference is None else (reference,),
@@ -330,6 +389,20 @@ class TrainerStep(RowStep):
         if getattr(trainer.args, "neftune_noise_alpha", None):
             self._announce(step, _NOISE)
         return step
+
+    def _with_loss(self, optimizer: Any) -> torch.nn.Module:
+        """The model, with a loss of the trainer's that has parameters of its own, if these are trained."""
+        trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        trained -= {*map(id, self._model.parameters())}
+        losses = [each for each in self._losses() if trained & {*map(id, each.parameters())}]
+        if not losses:
+            return self._model
+        if self._trainer.accelerator.num_processes > 1:
+            raise UsageError(
+                f"loss: {type(losses[0]).__name__} has parameters of its own, whose gradients processes do "
+                "not share. Train on one."
+            )
+        return torch.nn.ModuleList([self._model, *losses])
 
     def _steps_before(self, step: AdaptiveStep) -> int:
         # With those that were taken on other processes, or by the plain trainer.

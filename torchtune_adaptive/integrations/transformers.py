@@ -17,13 +17,15 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
+from torch.utils.data import BatchSampler
+
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import refusals
 from torchtune_adaptive.integrations.mixin import AdaptiveMixin
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows
 from torchtune_adaptive.integrations.step_batches import counted_in, divide
-from torchtune_adaptive.integrations.step_rows import StepRows, deal
+from torchtune_adaptive.integrations.step_rows import StepRows, deal, sampled_by
 from torchtune_adaptive.integrations.streams import read_by_each_process
 from torchtune_adaptive.integrations.trainer_step import TrainerStep
 from torchtune_adaptive.integrations.trl import AdaptiveRolloutMixin
@@ -51,9 +53,6 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
 
         class AdaptiveSFTTrainer(AdaptiveTrainerMixin, SFTTrainer): ...
 
-    A class whose ``compute_loss`` changes more of its own attributes than a trainer of transformers or TRL
-    does adds their names to ``restored``.
-
     Raises:
         UsageError: a setting of the trainer cannot be kept.
     """
@@ -74,11 +73,12 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
         args, options = self.args, self.adaptive
         rows, of_step = args.per_device_train_batch_size, args.gradient_accumulation_steps
         on = StepRows(rows, of_step, self.accelerator.num_processes)
+        chosen = type(sampled_by(loader)[2]) is not BatchSampler
         dealt = deal(loader, self.rows_begun_with, on, self.accelerator.process_index)
         # Of several loaders that a subclass puts together, steps need not begin with the second.
         divides = self._adaptive_step is None and not options.token_budget
         divides = divides and divide(loader, rows, of_step, larger=bool(options.search))
-        self._adaptive_step = TrainerStep(self, loader, divides, keeping, dealt)
+        self._adaptive_step = TrainerStep(self, loader, divides, keeping, dealt, chosen)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:

@@ -37,10 +37,6 @@ class AdaptiveRolloutMixin(RolloutHooks, AdaptiveMixin):
     """
 
     of_rollouts = True
-    restored = (
-        *AdaptiveMixin.restored,
-        *("entropy_coef", "_last_world_entropy", "_entropy_window_stats"),
-    )
     _step: int
     _current_train_step_time: float
     _scores = False
@@ -94,7 +90,8 @@ class AdaptiveRolloutMixin(RolloutHooks, AdaptiveMixin):
                 loss = loss * (len(rows) / len(some["completion_ids"]))
             return (loss, *others)
 
-        batch = Divisible(rows, whole, together, Terms.ROWS)
+        parts = lambda numbers: together([rows[number] for number in numbers])  # noqa: E731
+        batch = Divisible(rows, whole, parts, Terms.ROWS)
         self._prepared = True
         try:
             return self._adaptive_evaluation.take(model, batch, predict, "evaluation")

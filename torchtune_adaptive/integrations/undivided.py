@@ -26,6 +26,9 @@ def why_not_divided(trainer: Any, model: nn.Module) -> str:
 
 def _reasons(trainer: Any, model: nn.Module) -> Iterator[str]:
     args = trainer.args
+    held = [value for value in vars(trainer).values() if isinstance(value, dict)]
+    if any(isinstance(each, nn.Module) for value in held for each in value.values()):
+        yield "each dataset has a loss of its own"
     losses = getattr(args, "loss_type", None)
     for loss in losses if isinstance(losses, (list, tuple)) else [losses]:
         if loss in _OF_A_BATCH:

@@ -332,6 +332,12 @@ class AdaptiveStep:
         """The name of a layer in training mode that normalizes over the rows of a micro-batch, or nothing."""
         return checks.normalizes_over_rows(self.train_step.model)
 
+    def keep_whole(self) -> None:
+        """Have micro-batches keep their size where memory runs out, from the next step on."""
+        self.divides = False
+        if self._size:
+            self._begin(self._size, self._runner.unit)
+
     @property
     def micro_batch(self) -> int:
         """The size that micro-batches have now."""
