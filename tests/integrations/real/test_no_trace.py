@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,9 @@ from tests.integrations.real.trainers import (
     make,
     on_ranks,
     result,
-    tokenizer,
     trained,
 )
 from tests.integrations.real.ways import CASES, WAYS, everything, settings_of
-from torchtune_adaptive import UsageError
 from torchtune_adaptive.integrations.trainer_step import TrainerStep
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
@@ -148,7 +147,7 @@ def searched_again() -> list[Any]:
         trained("trainer", SEARCHING, **settings)
         counts.append(len(sizes))
         for ceiling in (None, 2):
-            options = type(SEARCHING)(memory_limit="64MiB", ceiling=ceiling)
+            options = replace(SEARCHING, ceiling=ceiling)
             trained("trainer", options, resume=f"{folder}/checkpoint-2", **settings)
             counts.append(len(sizes))
     return [counts, sizes]
@@ -173,25 +172,3 @@ def trained_twice() -> float:
 
 def test_a_trainer_may_train_twice() -> None:
     assert on_ranks(trained_twice, 1) == [0]
-
-
-def masked_at_random() -> str:
-    from transformers import DataCollatorForLanguageModeling
-
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make("trainer", AS_CONFIGURED, folder)
-        trainer.data_collator = DataCollatorForLanguageModeling(_with_mask(), mlm_probability=0.5)
-        with pytest.raises(UsageError) as error:
-            trainer.train()
-    return str(error.value)
-
-
-def _with_mask() -> Any:
-    words = tokenizer()
-    words.mask_token = "<unk>"
-    return words
-
-
-def test_random_masks_are_refused() -> None:
-    [said] = on_ranks(masked_at_random, 1)
-    assert said.startswith("data_collator: DataCollatorForLanguageModeling makes another batch")

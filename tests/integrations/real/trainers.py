@@ -61,7 +61,7 @@ NAMES = {
     "kto": ("prompt", "completion"),
 }
 """The columns of rows of text, for a kind of trainer."""
-SEARCHING = Adaptive(memory_limit=None if ON_GPU else "64MiB")
+SEARCHING = Adaptive(memory_limit=None if ON_GPU else "80MiB")
 AS_CONFIGURED = Adaptive(search=False)
 AS_ACCELERATE = Adaptive(search=False, sync_each_batch=False)
 """With FSDP2, gradients are added up in the order in which accelerate adds them up."""

@@ -15,6 +15,7 @@ from tests.integrations.real.trainers import (
     texts,
     tokens,
 )
+from torchtune_adaptive.integrations.host_state import state_of
 
 FSDP2 = {
     "fsdp": True,
@@ -65,6 +66,6 @@ def everything(trainer: Any) -> list[Any]:
     model = [t.detach().clone() for t in (*trainer.model.parameters(), *trainer.model.buffers())]
     gradients = [parameter.grad for parameter in trainer.model.parameters()]
     optimizer = trainer.optimizer.state_dict()
-    metrics = {key: getattr(trainer, key, None) for key in trainer.restored}
+    metrics = state_of(trainer).values
     drawn = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     return [model, gradients, optimizer["param_groups"], optimizer["state"], repr(metrics), drawn]
