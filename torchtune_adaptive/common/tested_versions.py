@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import warnings
 
-from packaging.version import Version
-
 from torchtune_adaptive.common.cache import versions_of
 from torchtune_adaptive.common.errors import UsageError
 
@@ -31,6 +29,8 @@ PLANNED = {name: newest for name, (_, newest) in TESTED.items()} | {
 
 def check_versions(*names: str, **at_least: str) -> None:
     """Warn where a library is newer than was tested, and refuse one that is older, or than ``at_least``."""
+    from packaging.version import Version  # which trainers need, and the library alone does not
+
     for name, installed in versions_of(*names).items():
         lowest, newest = TESTED[name]
         lowest = at_least.get(name, lowest)
