@@ -17,8 +17,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
-from torch.utils.data import BatchSampler
-
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import refusals
 from torchtune_adaptive.integrations.mixin import AdaptiveMixin
@@ -73,7 +71,8 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
         args, options = self.args, self.adaptive
         rows, of_step = args.per_device_train_batch_size, args.gradient_accumulation_steps
         on = StepRows(rows, of_step, self.accelerator.num_processes)
-        chosen = type(sampled_by(loader)[2]) is not BatchSampler
+        made_by = type(sampled_by(loader)[2]).__module__.partition(".")[0]
+        chosen = made_by not in ("torch", "transformers")
         dealt = deal(loader, self.rows_begun_with, on, self.accelerator.process_index)
         # Of several loaders that a subclass puts together, steps need not begin with the second.
         divides = self._adaptive_step is None and not options.token_budget
