@@ -38,7 +38,7 @@ def check_versions(*names: str, **at_least: str) -> None:
         if release < Version(lowest).release:
             raise UsageError(
                 f"{name}: {installed} is installed, and {lowest} or newer is needed: before, gradients "
-                "or logs would differ. Where another library needs this one, its trainers stay as they are."
+                "or logs would differ. Upgrade it; where another library needs this one, train without."
             )
         if release > Version(newest).release:
             warnings.warn(

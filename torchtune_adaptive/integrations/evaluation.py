@@ -76,6 +76,7 @@ class Evaluation:
         self._terms: Found | None = None
         """What the loss is a mean of, where no training has found it."""
         self._batch: Divisible | None = None
+        self._repeatable: Keeping | None = None
 
     def forget(self) -> None:
         """Forget the model that was evaluated last."""
@@ -116,7 +117,9 @@ class Evaluation:
         try:
             return sliced(batch.inputs, numbers, len(batch))
         except ValueError as unknown:
-            if keeping.repeats(batch, self._trainer.accelerator.device):
+            device, known = self._trainer.accelerator.device, self._repeatable is keeping
+            if known or keeping.repeats(batch, device):
+                self._repeatable = keeping
                 return keeping.again([batch.rows[number] for number in numbers])
             raise UsageError(
                 f"evaluation: memory has run out, and data_collator makes {unknown}, and another batch when "

@@ -41,8 +41,7 @@ class HostState:
                 self._absent.append(name)
 
     def restore(self) -> None:
-        """Give those that have changed these values again, and remove what was not there; any number of
-        times."""
+        """Set back what has changed, and remove what was not there; any number of times."""
         for name, value in self.values.items():
             place, attribute = self._found_at(name)
             if not equal(getattr(place, attribute, None), value):

@@ -142,7 +142,7 @@ class TermsFinder:
             batch = self._batch if self._batch > 1 else _FEW
             left = [Terms.ITEMS, Terms.LABELS, Terms.LATER_LABELS, Terms.ROWS]
             two = self._rows[: 2 * batch]
-            for some in (two[:batch], two[batch:], two):
+            for some in (two[:batch], two[batch:], two) if len(two) > batch else (two,):
                 for rows in (some, [*some[::2], *some[1::2]]):
                     if left != [Terms.ITEMS] or not self._told:
                         left = self._left_of_rows(rows, left)

@@ -71,8 +71,7 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
         args, options = self.args, self.adaptive
         rows, of_step = args.per_device_train_batch_size, args.gradient_accumulation_steps
         on = StepRows(rows, of_step, self.accelerator.num_processes)
-        made_by = type(sampled_by(loader)[2]).__module__.partition(".")[0]
-        chosen = made_by not in ("torch", "transformers")
+        chosen = not type(sampled_by(loader)[2]).__module__.startswith(("torch.", "transformers."))
         dealt = deal(loader, self.rows_begun_with, on, self.accelerator.process_index)
         # Of several loaders that a subclass puts together, steps need not begin with the second.
         divides = self._adaptive_step is None and not options.token_budget
