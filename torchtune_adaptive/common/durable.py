@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
@@ -136,6 +137,8 @@ def read_manifest(folder: Path) -> Manifest:
     if not files:
         raise Damaged(f"its {MANIFEST} is damaged: it lists no files")
     for name, (size, checksum) in files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise Damaged(f"its {MANIFEST} lists {name}, which is outside of it")
         if type(size) is not int or type(checksum) is not str:
             raise Damaged(f"its {MANIFEST} is damaged: {name} has {size!r} bytes, {checksum!r}")
     return Manifest(content, files)
@@ -146,9 +149,12 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
     for name in manifest.files if names is None else names:
         size, _ = manifest.files[name]
         try:
-            actual = (folder / name).stat().st_size
+            found = (folder / name).stat()
         except OSError:
             raise Damaged(f"{name} is missing") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{name} is no file")
+        actual = found.st_size
         if actual != size:
             kind = "empty" if actual == 0 else "truncated" if actual < size else "too large"
             raise Damaged(f"{name} is {kind} ({actual} bytes instead of {size})")

@@ -240,7 +240,8 @@ class CheckpointFolder:
         for one in gone:
             durable.remove(one.folder, self._trash)
         for one in stripped:
-            (one.folder / STATE).unlink(missing_ok=True)
+            if not one.folder.is_symlink():  # which is the checkpoint of another output folder
+                (one.folder / STATE).unlink(missing_ok=True)
         if self._link.is_symlink() and not self._link.exists():
             self._link.unlink()
 

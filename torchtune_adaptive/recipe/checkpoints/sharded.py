@@ -11,16 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import count
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import (
     DefaultSavePlanner,
-    FileSystemReader,
     FileSystemWriter,
-    LoadPlan,
-    LoadPlanner,
     SavePlan,
     SavePlanner,
 )
@@ -41,6 +39,7 @@ from torchtune_adaptive.recipe.checkpoints.folder import (
     CheckpointFolder,
 )
 from torchtune_adaptive.recipe.checkpoints.neighbours import Neighbours
+from torchtune_adaptive.recipe.checkpoints.torch_reader import Planner, Reader
 
 log = logging.getLogger(__name__)
 
@@ -155,10 +154,10 @@ class ShardedCheckpoints:
         ranks = self._in_thread.ranks
 
         def read() -> None:
-            reader = _Reader(folder, lambda names: fetch(names, ranks) if fetch else None)
             try:
-                dcp.load(state, storage_reader=reader, process_group=ranks.group)
-            except CheckpointException as error:  # which is no Exception
+                reader = Reader(folder, lambda names: fetch(names, ranks) if fetch else None)
+                dcp.load(state, storage_reader=reader, planner=Planner(), process_group=ranks.group)
+            except (CheckpointException, UnpicklingError) as error:  # the first is no Exception
                 raise CheckpointError(f"{folder}: cannot be loaded ({reason(error)}).") from None
 
         self._all.read(read)
@@ -267,18 +266,6 @@ class _Writer(FileSystemWriter):
         if missing := len(plan.items) - len(written.value()):
             raise OSError(f"{missing} of {len(plan.items)} tensors were not written, see above")
         return written
-
-
-class _Reader(FileSystemReader):
-    """torch's reader, of files that may have to be fetched before."""
-
-    def __init__(self, folder: Path, fetch: Callable[[set[str]], None]) -> None:
-        super().__init__(folder)
-        self._fetch = fetch
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        self._fetch({self.storage_data[each.storage_index].relative_path for each in plan.items})
-        return super().read_data(plan, planner)
 
 
 def damage_in_share(folder: Path, checkpoint: str | None, rank: int, ranks: int) -> str | None:
