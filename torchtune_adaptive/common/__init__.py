@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         end,
         end_if_in_vain,
         explain,
+        say,
     )
     from torchtune_adaptive.common.errors import (
         AdaptiveBatchingError,

@@ -164,4 +164,10 @@ def _mistake(file: Path) -> Path:
 
 def _print(reason: str) -> None:
     prefix = f"rank {launcher.rank()}: " if launcher.has_started_this() else ""
-    print(f"\n{prefix}{reason}\n", file=sys.stderr, flush=True)
+    say(f"\n{prefix}{reason}\n")
+
+
+def say(line: str) -> None:
+    """Print a line on stderr, whether or not there is anybody who still reads it."""
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)

@@ -105,5 +105,5 @@ def not_essential(what: str) -> Iterator[None]:
     """Around writing a file that only people read: if it cannot be written, warn and continue."""
     try:
         yield
-    except OSError as error:
-        log.warning(f"{what} was not written: {error}. The run continues.")
+    except Exception as error:  # of libraries that draw, too
+        log.warning(f"{what} was not written ({type(error).__name__}: {error}). The run continues.")

@@ -96,7 +96,10 @@ def make(block: DictConfig, name: str, *given: Any, **more: Any) -> Any:
     except Exception as error:
         if not is_of_a_library(block) and not isinstance(error, OSError):
             raise
-        raise refusal(block, name, error, len(given)) from error
+        refused = refusal(block, name, error, len(given))
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            refused.repeats = refused.everywhere = False  # a network or a disk may be back
+        raise refused from error
 
 
 def is_of_a_library(block: DictConfig) -> bool:

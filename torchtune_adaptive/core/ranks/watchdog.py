@@ -24,7 +24,7 @@ from typing import ClassVar, NoReturn
 
 import torch.distributed as dist
 
-from torchtune_adaptive.common import RankLost, another_rank_has_failed, explain
+from torchtune_adaptive.common import RankLost, another_rank_has_failed, explain, say
 from torchtune_adaptive.core.ranks.agreement import Ranks, is_lost_peer
 from torchtune_adaptive.core.ranks.signs import DONE, LONGEST_SILENCE, Sign, lost_rank
 from torchtune_adaptive.core.ranks.star import Star
@@ -265,11 +265,8 @@ class Watchdog:
 
     def _who_is_missing(self) -> str:
         """The ranks that have missed a few beats, as a sentence; called when a collective broke."""
-        print(
-            f"rank {self.ranks.rank}: lost contact in '{self._activity}'; "
-            "identifying the missing rank",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"rank {self.ranks.rank}: lost contact in '{self._activity}'; identifying the missing rank"
         )
         assert self._star is not None
         self._alarm()
@@ -291,21 +288,21 @@ class Watchdog:
 
     def _stop(self, why: str) -> None:
         self._stopping.acquire()  # for good: one thread says why
-        explain(
-            f"{why}. Stopping: this rank would otherwise wait forever. (If that rank was merely slow, raise "
-            "adaptive_batching.rank_timeout or, for a hang in training, step_timeout.)"
-        )
-        # The main thread may be waiting inside a collective, where no exception can reach it.
-        os._exit(EXIT_CODE)
+        try:
+            explain(
+                f"{why}. Stopping: this rank would otherwise wait forever. (If that rank was merely slow, "
+                "raise adaptive_batching.rank_timeout or, for a hang in training, step_timeout.)"
+            )
+        finally:
+            # The main thread may be waiting inside a collective, where no exception can reach it.
+            os._exit(EXIT_CODE)
 
     def _leave(self, why: str) -> NoReturn:
         """End at once: the launcher has asked for it, and waits."""
         self._stopping.acquire()
         if not another_rank_has_failed():
-            print(
-                f"rank {self.ranks.rank}: {why}, so no checkpoint can be saved. Stopping as requested.",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"rank {self.ranks.rank}: {why}, so no checkpoint can be saved. Stopping as requested."
             )
         os._exit(EXIT_CODE)
 

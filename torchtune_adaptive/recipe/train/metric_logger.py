@@ -62,9 +62,10 @@ class MetricLogger:
     def _write(self, write: Callable[..., None], *content: Any, **where: Any) -> None:
         try:
             write(*content, **where)
-        except OSError as error:
+        except Exception as error:  # a service has its own
             if not self._has_failed:
-                log.warning(f"Metrics are not written any more: {error}. The run continues.")
+                said = f"{type(error).__name__}: {error}"
+                log.warning(f"Metrics are not written any more ({said}). The run continues.")
             self._has_failed = True
 
 
