@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Collection
@@ -20,10 +22,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune_adaptive.common import CheckpointError, durable, human_bytes, launcher
+from torchtune_adaptive.common import (
+    CheckpointError,
+    FolderInUse,
+    FolderLock,
+    durable,
+    human_bytes,
+    launcher,
+    make_own_folder,
+)
 from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.recipe.checkpoints.all_or_none import AllOrNone, reason
-from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder, Since
+from torchtune_adaptive.recipe.checkpoints.folder import NONE_SINCE, CheckpointFolder, Since
 from torchtune_adaptive.recipe.checkpoints.gathering import MOMENTS
 from torchtune_adaptive.recipe.checkpoints.neighbours import Neighbours
 from torchtune_adaptive.recipe.checkpoints.places import Places
@@ -38,6 +48,7 @@ log = logging.getLogger(__name__)
 IN_MEMORY = Path("/dev/shm")
 NAME = ".snapshots"
 """The file in the output folder with the name that its snapshots have."""
+_ID = re.compile("[0-9a-f]{32}")
 _KEPT = 2
 _LONGEST_WAIT = 60.0
 """Seconds that training waits for the snapshot before, once it is time for another."""
@@ -59,12 +70,13 @@ class Snapshots:
         self._takes = asked.settings.snapshot_every_n_steps is not None
         self._only_looks = asked.settings.search_only
         self._place = self._root(asked.settings.snapshot_folder)
-        self._impossible: str | None = None
         name, is_new = everyone.decide(self._name)
+        wanted = (self._takes and not self._only_looks) or not is_new
+        self._lock: FolderLock | None = None
+        self._impossible = self._why_not_ours(name) if wanted else None
         self.folder = CheckpointFolder(self._place / name, _KEPT, flush=False)
-        self._places = self._found_places(is_new)
+        self._places = self._found_places(wanted)
         self._whole = WholeSnapshots(self.folder, self._places, everyone)
-        self._remove_others()
         self._writer: ShardedCheckpoints | None = None
         self._neighbours: Neighbours | None = None
         self._sizes = [0] * everyone.ranks.size
@@ -74,7 +86,7 @@ class Snapshots:
 
     def newest(self, checkpoint: str | None) -> Since:
         """The newest whole snapshot that was taken since a checkpoint."""
-        return self._whole.newest(checkpoint)
+        return NONE_SINCE if self._impossible else self._whole.newest(checkpoint)
 
     def folder_of(self, checkpoint: str | None) -> Path | None:
         """The folder in which this rank reads the newest snapshot, if it has this id."""
@@ -147,8 +159,11 @@ class Snapshots:
             self._neighbours.close()
         if self._only_looks:
             return
-        if self._places.is_leader:
-            shutil.rmtree(self._place, ignore_errors=True)
+        if self._lock is not None:
+            shutil.rmtree(self.folder.path, ignore_errors=True)
+            self._lock.release()
+            with suppress(OSError):  # others have some there
+                self._place.rmdir()
         if self._all.ranks.is_zero:
             (self._output_dir / NAME).unlink(missing_ok=True)
 
@@ -205,24 +220,39 @@ class Snapshots:
                 return f"{on}{problem}"
         return None
 
-    def _found_places(self, is_new: bool) -> Places:
+    def _found_places(self, wanted: bool) -> Places:
         """Which ranks share the folder of snapshots, where there are any to take or to find."""
-        wanted = (self._takes and not self._only_looks) or not is_new
-        if wanted and launcher.size() > launcher.local_size():
+        if wanted and not self._impossible and launcher.size() > launcher.local_size():
             try:
                 return Places.found(self.folder.path, self._all)
             except CheckpointError as error:
                 self._impossible = f"not all machines can write there ({error})"
         return Places.one(self._all.ranks)
 
-    def _remove_others(self) -> None:
-        """Remove what earlier runs in the same output folder have left on this machine."""
-        if self._only_looks or launcher.local_rank() != 0 or not self._place.is_dir():
-            return
-        with suppress(OSError):
-            for each in self._place.iterdir():
-                if each != self.folder.path:
+    def _why_not_ours(self, name: str) -> str | None:
+        """Why the folder of snapshots cannot be used on a machine, if so; on all ranks. One rank of each
+        locks it, and removes what earlier runs have left beside it."""
+        problem = None
+        if launcher.local_rank() == 0:
+            try:
+                self._place.parent.mkdir(parents=True, exist_ok=True)
+                for folder in (self._place, self._place / name):
+                    make_own_folder(folder)
+                if not self._only_looks:
+                    self._lock = FolderLock(self._place / name)
+                    self._remove_others(name)
+            except (OSError, FolderInUse) as error:
+                problem = reason(error)
+        return next(filter(None, self._all.gather(problem)), None)
+
+    def _remove_others(self, name: str) -> None:
+        """Remove what no run uses any more."""
+        for each in self._place.iterdir():
+            if each.name != name:
+                with suppress(FolderInUse, OSError):
+                    lock = FolderLock(each)
                     shutil.rmtree(each, ignore_errors=True)
+                    lock.release()
 
     # --- on one rank, of all or of a machine ----------------------------------------------------------
 
@@ -231,16 +261,15 @@ class Snapshots:
         output_dir = self._output_dir.resolve()
         parent = Path(folder) if folder else IN_MEMORY if IN_MEMORY.is_dir() else output_dir
         digest = hashlib.sha256(str(output_dir).encode()).hexdigest()[:12]
-        return parent.absolute() / f"torchtune_adaptive_{digest}"
+        return parent.absolute() / f"torchtune_adaptive_{os.geteuid()}_{digest}"
 
     def _name(self) -> tuple[str, bool]:
         """The name that the output folder has for its snapshots, and whether it is a new one, as where there
         is none to resume."""
         file, new = self._output_dir / NAME, uuid.uuid4().hex
-        if self._resumes and file.is_file():
-            return file.read_text(), False
+        if self._resumes and file.is_file() and _ID.fullmatch(name := file.read_text()):
+            return name, False
         if not self._only_looks:
-            shutil.rmtree(self._place, ignore_errors=True)
             file.unlink(missing_ok=True)
             if self._takes:
                 durable.write_durably(file, new.encode())
