@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.common import (
     CheckpointError,
-    FolderInUse,
-    FolderLock,
     durable,
     human_bytes,
     launcher,
     make_own_folder,
+    remove_unused,
+    use_folder,
 )
 from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.recipe.checkpoints.all_or_none import AllOrNone, reason
@@ -72,8 +72,8 @@ class Snapshots:
         self._place = self._root(asked.settings.snapshot_folder)
         name, is_new = everyone.decide(self._name)
         wanted = (self._takes and not self._only_looks) or not is_new
-        self._lock: FolderLock | None = None
-        self._impossible = self._why_not_ours(name) if wanted else None
+        self._used: int | None = None
+        self._impossible = self._why_not_ours(name, wanted)
         self.folder = CheckpointFolder(self._place / name, _KEPT, flush=False)
         self._places = self._found_places(wanted)
         self._whole = WholeSnapshots(self.folder, self._places, everyone)
@@ -159,11 +159,13 @@ class Snapshots:
             self._neighbours.close()
         if self._only_looks:
             return
-        if self._lock is not None:
+        if self._places.is_leader and self._impossible is None:
             shutil.rmtree(self.folder.path, ignore_errors=True)
-            self._lock.release()
             with suppress(OSError):  # others have some there
                 self._place.rmdir()
+        if self._used is not None:
+            os.close(self._used)
+            self._used = None
         if self._all.ranks.is_zero:
             (self._output_dir / NAME).unlink(missing_ok=True)
 
@@ -229,30 +231,23 @@ class Snapshots:
                 self._impossible = f"not all machines can write there ({error})"
         return Places.one(self._all.ranks)
 
-    def _why_not_ours(self, name: str) -> str | None:
-        """Why the folder of snapshots cannot be used on a machine, if so; on all ranks. One rank of each
-        locks it, and removes what earlier runs have left beside it."""
+    def _why_not_ours(self, name: str, wanted: bool) -> str | None:
+        """Why the folder of snapshots cannot be used on a machine, on all ranks; None if it can be. A rank of
+        each machine marks it as used, and removes what runs have left beside it that are gone."""
         problem = None
-        if launcher.local_rank() == 0:
-            try:
+        try:
+            if launcher.local_rank() == 0 and (wanted or os.path.lexists(self._place)):
                 self._place.parent.mkdir(parents=True, exist_ok=True)
-                for folder in (self._place, self._place / name):
-                    make_own_folder(folder)
-                if not self._only_looks:
-                    self._lock = FolderLock(self._place / name)
-                    self._remove_others(name)
-            except (OSError, FolderInUse) as error:
-                problem = reason(error)
+                make_own_folder(self._place)
+                if wanted:
+                    make_own_folder(self._place / name)
+                    self._used = use_folder(self._place / name)
+                for each in self._place.iterdir() if not self._only_looks else ():
+                    if each.name != name:
+                        remove_unused(each)
+        except OSError as error:
+            problem = reason(error)
         return next(filter(None, self._all.gather(problem)), None)
-
-    def _remove_others(self, name: str) -> None:
-        """Remove what no run uses any more."""
-        for each in self._place.iterdir():
-            if each.name != name:
-                with suppress(FolderInUse, OSError):
-                    lock = FolderLock(each)
-                    shutil.rmtree(each, ignore_errors=True)
-                    lock.release()
 
     # --- on one rank, of all or of a machine ----------------------------------------------------------
 
@@ -287,8 +282,7 @@ class Snapshots:
             )
         machines = 1 if places.are_several else launcher.size() // launcher.local_size()
         try:
-            self.folder.path.mkdir(parents=True, exist_ok=True)
-            files = (each.stat() for each in self._place.rglob("*") if each.is_file())
+            files = (each.stat() for each in self.folder.path.rglob("*") if each.is_file())
             return lack_of_room(
                 own + copied,
                 own // machines,
