@@ -14,11 +14,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from omegaconf import DictConfig
 from torch.distributed.checkpoint import filesystem
 
 from tests.helpers.killing import Copies
-from tests.helpers.ranks import run_ranks, watch_ranks
+from tests.helpers.ranks import Alone, run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, tiny_config
 from tests.helpers.runs import (
     RESUME,
@@ -33,8 +34,10 @@ from tests.helpers.runs import (
 from tests.helpers.snapshots import EVERY, run_killed
 from torchtune_adaptive.common import durable
 from torchtune_adaptive.recipe.checkpoints import sharded, snapshots
-from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder, Since
+from torchtune_adaptive.recipe.checkpoints.all_or_none import AllOrNone
+from torchtune_adaptive.recipe.checkpoints.folder import NONE_SINCE, CheckpointFolder, Since
 from torchtune_adaptive.recipe.checkpoints.snapshots import Snapshots, lack_of_room
+from torchtune_adaptive.recipe.settings.asked import Asked
 
 STEPS = {"max_steps_per_epoch": 8, "epochs": 1}
 GRPO = {
@@ -311,6 +314,90 @@ def test_wherever_a_run_is_killed_it_resumes_exactly(
         assert_same_end(resumed, expected)
         assert_same_weights(whole / "epoch_0", run / "out" / "epoch_0")
         assert not taken(run)
+
+
+# --- whose folder it is -------------------------------------------------------------------------------
+
+
+def snapshots_of(run: Path, **changes: Any) -> Snapshots:
+    (run / "out").mkdir(parents=True, exist_ok=True)
+    cfg = tiny_config("full", run / "out", **{**taking(run), **changes})
+    return Snapshots(Asked.of(cfg, "full"), AllOrNone(Alone()), torch.device("cpu"))
+
+
+def a_link(folder: Path, victim: Path) -> None:
+    folder.symlink_to(victim)
+
+
+def open_to_others(folder: Path, victim: Path) -> None:
+    shutil.copytree(victim, folder)
+    folder.chmod(0o777)
+
+
+def of_another_user(folder: Path, victim: Path) -> None:
+    shutil.copytree(victim, folder)
+    folder.chmod(0o700)
+    try:
+        os.chown(folder, 12345, -1)
+    except PermissionError:
+        pytest.skip("only root can give a folder away")
+
+
+@pytest.mark.parametrize("how", [a_link, open_to_others, of_another_user])
+def test_a_folder_of_somebody_else_is_neither_used_nor_changed(
+    how: Callable[[Path, Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshots_of(tmp_path).close()
+    place = snapshots_of(tmp_path)._place
+    shutil.rmtree(place)
+    victim = tmp_path / "victim"
+    (victim / "thesis").mkdir(parents=True)
+    (victim / "thesis" / "chapter").write_text("1")
+    how(place, victim)
+    for changes in ({}, {EVERY: None}, RESUME):
+        ours = snapshots_of(tmp_path, **changes)
+        ours.begin(torch.nn.Linear(1, 1))
+        assert ours.newest(None) is NONE_SINCE
+        ours.close()
+        assert (place / "thesis" / "chapter").read_text() == "1"
+        assert [each.name for each in place.iterdir()] == ["thesis"]
+    lines = {each.getMessage() for each in caplog.records}
+    assert len(lines) == 1 and "No snapshots are taken in" in lines.pop()
+
+
+def test_others_cannot_look_into_it(tmp_path: Path) -> None:
+    ours = snapshots_of(tmp_path)
+    for folder in (ours._place, ours.folder.path):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert str(os.geteuid()) in ours._place.name
+
+
+def test_a_file_in_the_output_folder_names_no_other_folder(tmp_path: Path) -> None:
+    snapshots_of(tmp_path)
+    (tmp_path / "out" / snapshots.NAME).write_text("../../victim")
+    (tmp_path / "victim").mkdir()
+    snapshots_of(tmp_path, **RESUME).close()
+    assert (tmp_path / "victim").exists()
+
+
+def test_containers_whose_output_folders_have_one_path_keep_theirs(tmp_path: Path) -> None:
+    """Their folders are on volumes of their own, and the machine's memory is shared."""
+    first = snapshots_of(tmp_path)
+    (tmp_path / "out").rename(tmp_path / "volume")
+    second = snapshots_of(tmp_path)
+    assert first._place == second._place and first.folder.path.exists()
+    second.close()
+    assert first.folder.path.exists()
+    first.close()
+    assert not first._place.exists()
+
+
+def test_what_a_run_has_left_that_is_gone_is_removed(tmp_path: Path) -> None:
+    left = snapshots_of(tmp_path)
+    assert left._used is not None
+    os.close(left._used)
+    snapshots_of(tmp_path, **{EVERY: None}).close()
+    assert not left._place.exists()
 
 
 # --- where there is no room ---------------------------------------------------------------------------
