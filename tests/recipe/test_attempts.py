@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from tests.helpers.runs import RESUME, train
 from torchtune_adaptive.common.errors import NoProgress
+from torchtune_adaptive.recipe.train import attempts as attempts_module
 from torchtune_adaptive.recipe.train.attempts import ATTEMPTS_NAME, Attempt, Attempts
 from torchtune_adaptive.recipe.train.metric_logger import MetricLogger
 
@@ -100,9 +101,48 @@ def test_a_disk_that_is_full_does_not_end_the_run(
 ) -> None:
     attempts = Attempts(tmp_path, ON_TWO, True)
     monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    attempts.saved_when_stopped()
     attempts.reached(3)
     attempts.reached(4)
+    attempts.close()
     assert attempts.now.reached == 4
+
+
+def test_steps_are_noted_once_a_second_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, write, now = list[int](), os.pwrite, 100.0
+    monkeypatch.setattr(
+        attempts_module, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now)
+    )
+    monkeypatch.setattr(os, "pwrite", lambda *what: (written.append(1), write(*what))[1])
+    attempts = Attempts(tmp_path, ON_TWO, True)
+    attempts.begin_after(0)
+    begun_with = len(written)
+    for step in range(1, 33):
+        now += 0.125
+        attempts.reached(step)
+    assert len(written) - begun_with == 4
+    attempts.reached(33)
+    attempts.close()
+    assert json.loads((tmp_path / ATTEMPTS_NAME).read_text())["reached"] == 33
+
+
+@pytest.mark.parametrize("names", [(9, 2000, 9), (2000, 9, 2000)])
+def test_a_path_may_be_long(names: tuple[int, ...], tmp_path: Path) -> None:
+    """What is left of a longer text is not read as a part of a shorter one."""
+    for number, length in enumerate(names, 1):
+        attempt = begun(tmp_path, replace(ON_TWO, checkpoint="/" + length * "x"), 5, 6)
+        assert attempt.now.number == number
+
+
+def test_the_file_is_never_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever begins may be killed before it has written."""
+    begun(tmp_path, ON_TWO, 0, 1, 2)
+    monkeypatch.setattr(Attempts, "_note", lambda *_, **__: None)
+    Attempts(tmp_path, ON_TWO, True)
+    monkeypatch.undo()
+    assert begun(tmp_path, ON_TWO, 0).now.number == 2
 
 
 class _Wandb(SimpleNamespace):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtune_adaptive.common.durable import atomically
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -78,7 +80,8 @@ def legend_beside(axes: Any, stacked: bool = False) -> None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=120)
+    with atomically(path, flush=False) as temporary:
+        figure.savefig(temporary, dpi=120)
     return path
 
 

@@ -26,6 +26,7 @@ from torchtune_adaptive.common import (
     as_page,
     bytes_of,
     counted,
+    durable,
     duration,
     not_essential,
     plots,
@@ -85,11 +86,10 @@ class Record:
         """Write the config as it is given, unless an earlier run's is there: this one may not begin, as
         where that one is finished. Where it is, for messages."""
         path = self.folder / CONFIG_NAME
-        if path.is_file():
+        if path.is_file() and not path.is_symlink():  # through which another file would be written
             return path
-        with not_essential("The config"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            OmegaConf.save(self.cfg, path)
+        with not_essential("The config"), durable.atomically(path, flush=False) as temporary:
+            OmegaConf.save(self.cfg, temporary)
         return path
 
     def resumed(self, source: str, step: int, kept: Mapping[str, Any]) -> None:
@@ -156,8 +156,8 @@ class Record:
             )
             return None
         with not_essential("The report of the run"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(html)
+            with durable.atomically(path, flush=False) as temporary:
+                temporary.write_text(html)
             return path
         return None
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.common import Block, Paragraph, Table, counted, plots
+from torchtune_adaptive.common import Block, Paragraph, Table, counted, durable, plots
 from torchtune_adaptive.core import Budget, SizeTrial, Split, strategies
 from torchtune_adaptive.recipe.search.in_tokens import LengthTrial
 from torchtune_adaptive.recipe.search.sizing import FoundRows
@@ -103,9 +103,9 @@ def table_of(trials: Sequence[SizeTrial | LengthTrial], title: str = "") -> Tabl
 
 def write(report: Report, folder: Path) -> list[Path]:
     """The JSON file and, if there is one, the figure; the paths of what was written."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{report.name}.json"
-    path.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    with durable.atomically(path, flush=False) as temporary:
+        temporary.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     figure = report.figure()
     return [path, plots.save(figure, path.with_suffix(".png"))] if figure else [path]
 

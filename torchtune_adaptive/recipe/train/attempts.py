@@ -1,7 +1,7 @@
 """The attempts of a run: how often ranks have begun it, how far each came, and when one more is in vain.
 
-Rank 0 keeps this in a small file of the output folder. It writes the file when an attempt begins and after
-each step, so that the next attempt knows what is done again, even where this one is killed.
+Rank 0 keeps this in a small file of the output folder. It writes the file when an attempt begins and ends,
+and once a second between, so that the next attempt knows what is done again, even where this one is killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torchtune_adaptive.common import NoProgress, counted, duration, not_essenti
 
 log = logging.getLogger(__name__)
 ATTEMPTS_NAME = ".attempt.json"
-_LENGTH = 1000  # bytes of the file
+_LENGTH = 1000  # bytes that the file has at least
+_LONGEST = 1 << 16  # bytes that are read of it
+_EVERY = 1.0  # seconds between two writes
 MOST_IN_VAIN = 3
 """Attempts of one launcher that begin at the same checkpoint, one after the other, before it is given up."""
 
@@ -96,9 +98,11 @@ class Attempts:
         self._seconds = time.time() - self.before.last_sign if self.before and is_restart else None
         self._began_after = 0
         self._file: int | None = None
+        self._written = 0.0
         with not_essential(f"{self._path}, which counts attempts,"):
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            # Not through a link, at whose end another file would be written.
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         self._note()
 
     def begin_after(self, step: int) -> None:
@@ -149,7 +153,9 @@ class Attempts:
 
     def reached(self, step: int) -> None:
         """A step is done."""
-        self._note(reached=max(step, self.now.reached), last_sign=time.time())
+        self.now = replace(self.now, reached=max(step, self.now.reached), last_sign=time.time())
+        if time.monotonic() >= self._written + _EVERY:
+            self._note()
 
     def saved_when_stopped(self) -> None:
         """The run was asked to stop, and has saved: the next attempt is not one more in vain."""
@@ -169,12 +175,16 @@ class Attempts:
             return
         try:
             # One write, and never shorter: what is killed leaves the old text or the new one.
-            os.pwrite(self._file, json.dumps(asdict(self.now)).ljust(_LENGTH).encode(), 0)
+            length = max(_LENGTH, os.fstat(self._file).st_size)
+            os.pwrite(self._file, json.dumps(asdict(self.now)).ljust(length).encode(), 0)
+            self._written = time.monotonic()
         except OSError as error:
             log.warning(f"{self._path}, which counts attempts, is not written any more: {error}.")
-            self.close()
+            os.close(self._file)
+            self._file = None
 
     def close(self) -> None:
+        self._note()
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -182,6 +192,7 @@ class Attempts:
 
 def _read(path: Path) -> Attempt | None:
     """The last attempt of a run; None if there was none, or the file says nothing."""
-    with suppress(OSError, ValueError, TypeError):
-        return Attempt(**json.loads(path.read_text()))
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    with suppress(OSError, ValueError, TypeError), open(os.open(path, flags), "rb") as file:
+        return Attempt(**json.loads(file.read(_LONGEST)))
     return None

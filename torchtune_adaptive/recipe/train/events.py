@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,5 +85,6 @@ class Events:
             log.log(level, line)
         with not_essential(f"An event in {self._path}"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            with open(os.open(self._path, flags, 0o666), "a") as file:
                 file.write(json.dumps(row) + "\n")
