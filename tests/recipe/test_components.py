@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import training
+from torchtune.datasets import instruct_dataset
 
 from tests.helpers.configs import config
 from tests.helpers.recipes import tiny_config
+from tests.helpers.restarted import launched, said
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core import Generators
 from torchtune_adaptive.recipe.adaptive_recipe import AdaptiveRecipe
@@ -159,6 +168,89 @@ def test_a_component_of_the_users_own_gets_what_is_written_and_keeps_its_traceba
         make(block, "tokenizer", fails=FileNotFoundError(2, "No such file", "x"))
     with pytest.raises(torch.OutOfMemoryError):
         make(block, "tokenizer", fails=torch.OutOfMemoryError())
+
+
+def because_of(error: OSError, cause: BaseException | None, status: int | None = None) -> OSError:
+    """An error that a library raises for another one, which a server may have answered."""
+    error.__cause__ = cause
+    if status is not None:
+        error.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+    return error
+
+
+NOT_THERE = FileNotFoundError(2, "No such file", "x")
+MAY_PASS: dict[str, tuple[OSError, bool]] = {
+    "no network": (ConnectionError("no route"), True),
+    "stale handle": (OSError(errno.ESTALE, "Stale file handle"), True),
+    "no answer": (because_of(FileNotFoundError("not cached"), ConnectionRefusedError()), True),
+    "busy": (because_of(FileNotFoundError("not cached"), because_of(OSError(), None, 503)), True),
+    "unknown": (because_of(FileNotFoundError("none"), because_of(OSError(), None, 404)), False),
+    "private": (because_of(OSError("gated"), None, 401), False),
+    "no file": (NOT_THERE, False),
+    "no folder": (NotADirectoryError(errno.ENOTDIR, "Not a directory"), False),
+}
+
+
+@pytest.mark.parametrize(("error", "passes"), MAY_PASS.values(), ids=MAY_PASS)
+def test_a_restart_is_in_vain_where_a_path_is_wrong_and_not_where_a_network_is_down(
+    error: OSError, passes: bool
+) -> None:
+    block = OmegaConf.create({"_component_": f"{__name__}.own", "lr": 1})
+    with pytest.raises(ConfigError) as refused:
+        make(block, "dataset", fails=error)
+    assert (refused.value.repeats, refused.value.everywhere) == (not passes, not passes)
+
+
+ASK = """
+from omegaconf import OmegaConf
+from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.recipe.components import make
+try:
+    make(OmegaConf.create({"_component_": "datasets.load_dataset", "path": "some/rows"}), "dataset")
+except ConfigError as error:
+    print("again" if error.repeats else "once")
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("status", "said"), [(503, "once"), (404, "again")])
+def test_what_datasets_makes_of_a_hub_that_does_not_answer(
+    status: int, said: str, tmp_path: Path
+) -> None:
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        there = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", ASK]
+        done = subprocess.run(
+            command, env=os.environ | there, capture_output=True, text=True, timeout=200
+        )
+        hub.shutdown()
+    assert done.stdout.strip() == said, done.stderr
+
+
+def rows_of_the_second_attempt(*given: Any, **settings: Any) -> Any:
+    """Rows that cannot be reached in the first attempt of a run; on one rank, which is enough."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+        raise ConnectionError("503 Service Unavailable")
+    return instruct_dataset(*given, **settings)
+
+
+@pytest.mark.exhaustive
+def test_rows_that_cannot_be_reached_once_cost_one_attempt(tmp_path: Path) -> None:
+    quick: dict[str, Any] = {"epochs": 1, "max_steps_per_epoch": 1}
+    quick["dataset._component_"] = f"{__name__}.rows_of_the_second_attempt"
+    with launched(tmp_path, [], "--max-restarts", "1", **quick) as run:
+        assert run.wait(timeout=300) == 0, said(tmp_path)
+    assert "cannot be made: ConnectionError: 503 Service Unavailable" in said(tmp_path)
+    assert "Restart 1 of 1." in said(tmp_path)
 
 
 def test_what_a_component_refuses_is_one_line() -> None:

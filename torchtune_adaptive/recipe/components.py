@@ -44,6 +44,9 @@ _READ_BY_US = ("recipe_checkpoint", "adapter_checkpoint")
 """Arguments of checkpointers that the recipe reads itself. On torchtune's main branch their type leaves out
 the null that configs have."""
 _OURS = ("batch_increase_function",)  # made elsewhere, as soon as the config is read
+_WRONG_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_REFUSED = (401, 403, 404)
+"""What servers answer, each time, to who may not see what there is, or asks for what is not."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _WITH_HONEST_TYPES = ("torch", "torchao", "torchtune")
 
@@ -97,9 +100,20 @@ def make(block: DictConfig, name: str, *given: Any, **more: Any) -> Any:
         if not is_of_a_library(block) and not isinstance(error, OSError):
             raise
         refused = refusal(block, name, error, len(given))
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-            refused.repeats = refused.everywhere = False  # a network or a disk may be back
+        if _may_pass(error):
+            refused.repeats = refused.everywhere = False
         raise refused from error
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether an error comes from a network or a disk that may be back. Libraries raise others for it: where
+    the Hub does not answer, ``datasets`` finds no file."""
+    while error is not None:
+        refused = getattr(getattr(error, "response", None), "status_code", None) in _REFUSED
+        if isinstance(error, OSError) and not isinstance(error, _WRONG_PATH) and not refused:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def is_of_a_library(block: DictConfig) -> bool:
