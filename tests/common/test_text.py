@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from torchtune_adaptive.common.text import bytes_of, counted, duration, human_bytes, listed, table
+from torchtune_adaptive.common.text import (
+    bytes_of,
+    counted,
+    duration,
+    human_bytes,
+    listed,
+    not_essential,
+    table,
+)
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -62,3 +70,20 @@ def test_things_are_listed_where_they_are_few() -> None:
 )
 def test_durations_have_two_parts(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("error", [OSError("no space"), RuntimeError("no font")])
+def test_what_only_people_read_ends_no_run(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    with not_essential("curves.png"):
+        raise error
+    (line,) = caplog.messages
+    assert line == (
+        f"curves.png was not written ({type(error).__name__}: {error}). The run continues."
+    )
+
+
+def test_who_asks_to_stop_is_heard_while_such_a_file_is_written() -> None:
+    with pytest.raises(KeyboardInterrupt), not_essential("curves.png"):
+        raise KeyboardInterrupt

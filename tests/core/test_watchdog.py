@@ -1,12 +1,19 @@
-"""When a rank is lost, and what counts as a sign of life; the clock is an argument."""
+"""When a rank is lost, what counts as a sign of life, and what ends a process; the clock is an argument."""
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tests.helpers.killing import in_child
+from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.signs import LONGEST_SILENCE, Sign, lost_rank, opened, sealed
+from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE, Watchdog
 
 OWN = Sign("trial of 8 rows", progress=50, patience=45.0)
 HEALTHY = Sign("trial of 8 rows", progress=50, patience=45.0, heard=99.0, moved=99.0)
@@ -95,3 +102,27 @@ def test_a_sign_arrives_as_it_was_sent() -> None:
 )
 def test_what_the_rank_did_not_write_is_no_sign(raw: bytes) -> None:
     assert opened(raw, 2, KEY, now=0.0) is None
+
+
+@pytest.mark.parametrize("end", ["_stop", "_leave"])
+@pytest.mark.parametrize("launched", [False, True])
+def test_it_ends_the_process_although_nobody_reads_why(
+    end: str, launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the launcher or the terminal is gone with its machine."""
+    if launched:  # and the folder of its error file is gone, too
+        error_file = tmp_path / "gone/attempt_0/0/error.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+
+    def end_unheard() -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        sys.stderr = open(writer, "w")
+        threading.excepthook = lambda error: None
+        watching = getattr(Watchdog(Ranks(), limit=1.0), end)
+        thread = threading.Thread(target=watching, args=["rank 1 has sent nothing"], daemon=True)
+        thread.start()
+        thread.join(60)
+
+    assert in_child(end_unheard) == EXIT_CODE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import re
 import struct
@@ -164,3 +165,41 @@ def test_a_service_that_is_not_set_up_ends_all_ranks_in_one_line(tmp_path: Path)
     logs = {"metric_logger._component_": f"{__name__}.NotSetUp"}
     said = refused("ConfigError", "full", tmp_path / "out", 2, **logs)
     assert "NotSetUp' cannot begin (RuntimeError: No API key configured). Set it up" in said
+
+
+class NotSent:
+    """A logger of a service that gives up in the middle of a run, with an exception of its own."""
+
+    def __init__(self, log_dir: str) -> None: ...
+
+    def log_config(self, config: Any) -> None: ...
+
+    def log_dict(self, payload: dict[str, Any], step: int) -> None:
+        raise RuntimeError("mailbox closed")
+
+    def close(self) -> None:
+        raise RuntimeError("mailbox closed")
+
+
+def test_a_service_that_gives_up_ends_no_run(tmp_path: Path) -> None:
+    logs = {"metric_logger._component_": f"{__name__}.NotSent"}
+    cfg = tiny_config("full", tmp_path, max_steps_per_epoch=2, **logs)
+    said = run_ranks(run_and_listen, 1, cfg, join=False)[0]
+    (line,) = (each for each in said if "not written any more" in each)
+    assert line == (
+        "Metrics are not written any more (RuntimeError: mailbox closed). The run continues."
+    )
+    assert (tmp_path / "epoch_0").is_dir(), "it has come to its end"
+
+
+def run_and_listen(cfg: Any) -> list[str]:
+    """What a run logs."""
+    said: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("torchtune_adaptive").addHandler(Kept())
+    run_ours("full", cfg)
+    return said
