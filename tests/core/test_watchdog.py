@@ -118,7 +118,7 @@ def test_it_ends_the_process_although_nobody_reads_why(
     def end_unheard() -> None:
         reader, writer = os.pipe()
         os.close(reader)
-        sys.stderr = open(writer, "w")
+        sys.stderr = os.fdopen(writer, "w")
         threading.excepthook = lambda error: None
         watching = getattr(Watchdog(Ranks(), limit=1.0), end)
         thread = threading.Thread(target=watching, args=["rank 1 has sent nothing"], daemon=True)
