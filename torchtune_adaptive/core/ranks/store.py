@@ -6,7 +6,10 @@ import ipaddress
 import json
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 
@@ -35,7 +38,9 @@ def open_store(ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
         ranks.from_rank_zero(address)
     else:
         host, port = ranks.from_rank_zero(("", 0))
-        store = dist.TCPStore(host, port, is_master=False, timeout=to_connect)
+        store = _connected(
+            lambda: dist.TCPStore(host, port, timeout=to_connect), to_connect.total_seconds()
+        )
     store.set_timeout(timeout)
     return store
 
@@ -52,8 +57,12 @@ def open_store_of_attempt(timeout: timedelta) -> dist.TCPStore:
         RankLost: they have not met within ``timeout``.
     """
     began, size, rank = time.monotonic(), launcher.size(), launcher.rank()
+    to_answer = min(timeout, _ANSWER)
     try:
-        shared, *_ = next(dist.rendezvous("env://", timeout=min(timeout, _ANSWER)))
+        shared = _connected(
+            lambda: next(dist.rendezvous("env://", timeout=to_answer))[0],
+            to_answer.total_seconds() + _REACHED,
+        )
     except RuntimeError as error:
         raise RankLost(
             f"the store of torchrun at {os.environ.get('MASTER_ADDR')} does not answer ({error}). If the "
@@ -81,10 +90,34 @@ def _joined(host: str, port: int, rank: int, size: int) -> dist.TCPStore | None:
     number that comes."""
     socket.create_connection((host, port), timeout=_REACHED).close()
     # It may be closed just now, and torch tries to connect until the time is up.
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_REACHED))
+    reached = timedelta(seconds=_REACHED)
+    store = _connected(lambda: dist.TCPStore(host, port, timeout=reached), 2 * _REACHED)
     store.set_timeout(_ANSWER)
     expects = store.check([_EXPECTS]) and int(store.get(_EXPECTS)) == size
     return store if expects and store.add(_is_here(rank), 1) == 1 else None
+
+
+def _connected(connect: Callable[[], dist.TCPStore], limit: float) -> dist.TCPStore:
+    """The store that ``connect`` connects to, within so many seconds.
+
+    torch waits for a store's first answer without a limit, and the port may be anybody's by now, or of a
+    process that is stopped. So a thread waits, which may be left behind.
+    """
+    connected: Future[dist.TCPStore] = Future()
+
+    def work() -> None:
+        try:
+            connected.set_result(connect())
+        except Exception as error:
+            connected.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return connected.result(limit)
+    except TimeoutError:
+        raise RankLost(
+            f"a store has taken the connection and said nothing for {limit:g} s"
+        ) from None
 
 
 def _wait_for_all(store: dist.TCPStore, size: int, end: float) -> None:
