@@ -103,7 +103,7 @@ def test_what_a_trial_sets_is_refused_as_by_the_trainer(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_an_old_version_has_learned_nothing(tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
-    assert learned_in(str(tmp_path), str(tmp_path)) is None
+    assert learned_in(str(tmp_path)) is None
 
 
 # --- loaders ------------------------------------------------------------------------------------------

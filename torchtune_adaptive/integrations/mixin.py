@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchtune_adaptive.common import UsageError, check_versions
 from torchtune_adaptive.core import sample_dropout
-from torchtune_adaptive.integrations import private, refusals
+from torchtune_adaptive.integrations import private, refusals, whole_checkpoints
 from torchtune_adaptive.integrations.ending import lost_outside_of_a_step
 from torchtune_adaptive.integrations.evaluation import Evaluation
 from torchtune_adaptive.integrations.options import Adaptive
@@ -19,7 +20,7 @@ _Trainer: Any = object
 """What stands for the trainer, which is the next base of a class with a mixin."""
 
 
-class AdaptiveMixin(_Trainer):
+class AdaptiveMixin(private.SaveHook, _Trainer):
     """What all trainers have in common whose micro-batches have the size that fits."""
 
     adaptive = Adaptive()
@@ -49,9 +50,10 @@ class AdaptiveMixin(_Trainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         self._forget_training()
-        self._adaptive_checkpoint = resume_from_checkpoint
+        checkpoint = whole_checkpoints.chosen(self, resume_from_checkpoint)
+        self._adaptive_checkpoint = checkpoint
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            return super().train(checkpoint, *args, **kwargs)
         except torch.OutOfMemoryError as error:
             raise lost_outside_of_a_step(self, error) from error
         finally:
@@ -68,6 +70,11 @@ class AdaptiveMixin(_Trainer):
         self._adaptive_evaluation.forget()
         state = state_in(self)
         state.steps = state.learned = None
+        whole_checkpoints.callback_of(self)  # behind those that the trainer has by now
+
+    def own_save(self, save: Any, folder: Any, *args: Any) -> None:
+        with whole_checkpoints.saving(self, Path(folder)):
+            save(*args)
 
     def _begin_training(self) -> None:
         """Set up what follows arguments, which a hyperparameter search changes after ``train`` is called."""
@@ -84,7 +91,7 @@ class AdaptiveMixin(_Trainer):
             # Where they split batches, the rows of a step do not follow their number.
             1 if args.accelerator_config.split_batches else self.accelerator.num_processes,
         )
-        learned = learned_in(self._adaptive_checkpoint, args.output_dir) or {}
+        learned = learned_in(self._adaptive_checkpoint) or {}
         self.rows_begun_with, rows = given.resumed(learned.get("began with"))
         if rows == given:
             return

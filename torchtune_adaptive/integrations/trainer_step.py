@@ -460,18 +460,12 @@ def _learned(states: Mapping[str, Any]) -> dict[str, Any] | None:
     return learned
 
 
-def learned_in(checkpoint: Any, output_dir: str) -> dict[str, Any] | None:
-    """What was learned in a checkpoint, or, if that is True, in the last one in a folder; None where there is
-    none, or it has nothing of ours."""
-    from transformers.trainer_utils import get_last_checkpoint
-
-    folder = get_last_checkpoint(output_dir) if checkpoint is True else checkpoint
-    path = Path(folder or "") / "trainer_state.json"
-    return (
-        _learned(json.loads(path.read_text()).get("stateful_callbacks") or {})
-        if folder and path.exists()
-        else None
-    )
+def learned_in(checkpoint: str | None) -> dict[str, Any] | None:
+    """What was learned in a checkpoint; None where there is none, or it has nothing of ours."""
+    path = Path(checkpoint or "", "trainer_state.json")
+    if not checkpoint or not path.exists():
+        return None
+    return _learned(json.loads(path.read_text()).get("stateful_callbacks") or {})
 
 
 def state_in(trainer: Any) -> Any:
