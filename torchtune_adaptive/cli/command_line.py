@@ -25,6 +25,7 @@ from torchtune_adaptive.common import (
     AdaptiveBatchingError,
     cached_files,
     human_bytes,
+    printable,
     table,
     user_cache,
 )
@@ -61,7 +62,7 @@ def main() -> None:
     except BrokenPipeError:
         _end_unread()
     except AdaptiveBatchingError as error:
-        print(f"{PROGRAM}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(printable(f"{PROGRAM}: {type(error).__name__}: {error}"), file=sys.stderr)
         sys.exit(1)
     except Exception as error:
         if type(error).__name__ != "ChildFailedError":  # by name, since torch may not be imported

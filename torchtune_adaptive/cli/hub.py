@@ -14,10 +14,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from torchtune_adaptive.cli.other_trainers.keys import names
 from torchtune_adaptive.common import ConfigError
 
 _FILE = "config.json"
+_SHAPE = names(
+    "head_dim hidden_size intermediate_size max_position_embeddings n_embd n_head n_layer n_positions "
+    "num_attention_heads num_hidden_layers num_key_value_heads vocab_size"
+)
+"""Keys whose values are 1 or more, or null."""
+_MOST_PARTS, _LARGEST = 10_000, 1 << 31
+"""The most of what is built one by one, as layers, and of the others of these."""
 _REQUEST_SECONDS = 5.0
 _SECONDS = 20.0
 """How long the Hub may take in all: a server that goes on sending a little never exceeds a request's time."""
@@ -61,7 +70,7 @@ def model_of(given: str) -> GivenModel:
 
 
 def require_config(folder: Path) -> None:
-    """Raise if a folder has no ``config.json`` that can be read.
+    """Raise if a folder has no ``config.json`` that can be read, or one of no model.
 
     Raises:
         ConfigError: there is none, or it makes no sense.
@@ -69,15 +78,34 @@ def require_config(folder: Path) -> None:
     path = folder / _FILE
     try:
         about = json.loads(path.read_text())
+        wrong = _implausible(about)
     except OSError as error:
         reason = f"has no {_FILE} that can be read ({error.strerror})"
         remedy = "Give the folder of a model, or its name on the Hub as ORG/NAME"
         raise ConfigError("--hf", str(path.parent), reason, remedy) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = f"is not JSON ({error})"
         raise ConfigError("--hf", str(path), reason, "Download it again") from None
     if not isinstance(about, dict):
         raise ConfigError("--hf", str(path), "is not a JSON object", "Download it again")
+    if wrong:
+        raise ConfigError("--hf", str(path), f"has {wrong}", "Correct it, or give another model")
+
+
+def _implausible(value: Any, key: str = "") -> str:
+    """What no model has, or takes for ever to build, in a config or the value of a key; empty if nothing."""
+    if isinstance(value, dict) and key not in _SHAPE:
+        return next(filter(None, (_implausible(one, name) for name, one in value.items())), "")
+    given = [one for one in (value if isinstance(value, list) else [value]) if one is not None]
+    most = _MOST_PARTS if key.endswith(("layer", "layers", "experts")) else _LARGEST
+    meant, wrong = f"a whole number from 1 to {most:,}", False
+    if key == "architectures":
+        meant, wrong = "a name", not all(isinstance(one, str) for one in given)
+    elif key in _SHAPE:
+        wrong = any(type(one) is not int or not 1 <= one <= most for one in given)
+    elif most == _MOST_PARTS:
+        wrong = any(type(one) is int and one > most for one in given)
+    return f"{key}: {repr(value)[:40]}, which is not {meant}" if wrong else ""
 
 
 def is_name(given: str) -> bool:

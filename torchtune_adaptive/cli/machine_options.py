@@ -8,9 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.common import ConfigError, load_yaml
 from torchtune_adaptive.planner import Machine
 
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -62,11 +60,7 @@ def machine_told(
 
 
 def _file(path: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = f"cannot be read ({str(error).splitlines()[0]})"
-        raise ConfigError("--machine", str(path), reason, "Name a YAML file") from None
+    found = load_yaml("--machine", path)
     wrong = sorted(map(str, set(found) - set(_READERS))) if isinstance(found, dict) else ["no keys"]
     if wrong:
         reason = f"has {', '.join(wrong)}"

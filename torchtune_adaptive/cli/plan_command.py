@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -144,7 +145,8 @@ def _config_or_advice(name: str) -> DictConfig:
     try:
         return load_config(name)
     except ConfigError:
-        if is_config_name(name) or not (advice := instead_of_config(name)):
+        is_model = not (Path(name).is_file() or is_config_name(name))
+        if not is_model or not (advice := instead_of_config(name)):
             raise
         raise ConfigError("CONFIG", name, "is not a config", advice) from None
 

@@ -28,6 +28,7 @@ from torchtune_adaptive.common import (
     as_markdown,
     as_text,
     human_bytes,
+    printable,
     table,
 )
 from torchtune_adaptive.planner import DOES_NOT_FIT, gpus
@@ -158,7 +159,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         return INTERRUPTED
     if arguments.json:
         print(json.dumps({"verdict": None, "error": {"type": kind, "message": reason}}, indent=1))
-    print(f"tune-adaptive plan: error: {reason}", file=sys.stderr)
+    print(printable(f"tune-adaptive plan: error: {reason}"), file=sys.stderr)
     return NO_ANSWER
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Cache,
         cache_folder,
         cached_files,
+        keep_private,
         libraries,
         package_fingerprint,
         user_cache,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.common.folder_lock import FolderInUse, FolderLock
     from torchtune_adaptive.common.largest import largest
     from torchtune_adaptive.common.lazy import interface
+    from torchtune_adaptive.common.named_files import saving_through
     from torchtune_adaptive.common.number_rows import packed_rows, unpacked_rows
     from torchtune_adaptive.common.own_folder import make_own_folder, remove_unused, use_folder
     from torchtune_adaptive.common.tested_versions import about_versions, check_versions
@@ -74,7 +76,9 @@ if TYPE_CHECKING:
         listed,
         not_essential,
         parse_memory,
+        printable,
         table,
     )
+    from torchtune_adaptive.common.yaml_files import load_yaml, require_bounded
 else:
     __getattr__, __dir__, __all__ = interface(__name__)

@@ -38,6 +38,13 @@ def user_cache() -> Path | None:
         return None
 
 
+def keep_private(folder: Path) -> None:
+    """Let only the user see a folder in the user's cache; the mode of any other is the user's to choose."""
+    if (base := user_cache()) is not None and folder.is_relative_to(base):
+        folder.mkdir(parents=True, exist_ok=True)
+        base.chmod(0o700)
+
+
 def cached_files(base: Path) -> dict[Kind, list[Path]]:
     """The files of each kind in a cache folder: values, and arrays that are kept beside them."""
     return {
@@ -154,6 +161,7 @@ class Cache(Generic[V]):
         entry = {"facts": _plain(facts), "value": _plain(value)}
         entry["checksum"] = _checksum(**entry)
         try:
+            keep_private(self.folder)
             with atomically(self.folder / self.file_name(facts)) as temporary:
                 temporary.write_text(json.dumps(entry))
             self._prune(self.folder)

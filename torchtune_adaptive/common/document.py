@@ -15,7 +15,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.common.plots import as_svg
-from torchtune_adaptive.common.text import table
+from torchtune_adaptive.common.text import printable, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,6 +27,8 @@ _PAGE = Template("""\
 <!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <link rel="icon" href="data:,">
 <title>$title</title><style>
 :root { color-scheme: light dark; --ink: #222; --paper: #fff; --line: #ccc; --soft: #f4f4f4 }
@@ -61,12 +63,12 @@ $body
 
 def as_text(blocks: Iterable[Block]) -> str:
     """Plain text of at most ``WIDTH`` columns, with an empty line after each block."""
-    return "".join(f"{line}\n" for block in blocks for line in (*block.text(), ""))
+    return printable("".join(f"{line}\n" for block in blocks for line in (*block.text(), "")))
 
 
 def as_markdown(blocks: Iterable[Block]) -> str:
     """GitHub's Markdown, with an empty line after each block."""
-    return "".join(f"{line}\n" for block in blocks for line in (*block.markdown(), ""))
+    return printable("".join(f"{line}\n" for block in blocks for line in (*block.markdown(), "")))
 
 
 def as_page(title: str, sections: Mapping[str, Iterable[Block]]) -> str:

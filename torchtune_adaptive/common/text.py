@@ -78,6 +78,14 @@ def parse_memory(value: object) -> int:
     raise ValueError
 
 
+def printable(text: str) -> str:
+    """Text for a terminal, which may have names of somebody else: what would control it is escaped."""
+    return "".join(
+        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode()
+        for one in text
+    )
+
+
 def counted(number: int, what: str, plural: str = "") -> str:
     """A number of things: ``1 step``, ``80 steps``; ``1 retry``, ``2 retries``."""
     return f"{number:,} {what if number == 1 else plural or f'{what}s'}"

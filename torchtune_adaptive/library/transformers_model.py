@@ -42,6 +42,8 @@ from torchtune_adaptive.library.trainer_parts import (
 from torchtune_adaptive.planner import fake_device
 
 Batch = dict[str, torch.Tensor]
+_OF_TRANSFORMERS = ("eager", "grouped_mm", "batched_mm")
+"""Ways to compute that a model's config may ask for; others may be the names of code on the Hub."""
 _ATTENTION = "planned"
 """The name for transformers of its own attention with our mask."""
 
@@ -187,6 +189,9 @@ class StepModel:
             if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
                 dtype = getattr(torch, self.step.dtype)
                 self._ask_for_balance(config)
+                for name in ("_attn_implementation", "_experts_implementation"):
+                    asked = getattr(config, name, None)
+                    setattr(config, name, asked if asked in _OF_TRANSFORMERS else None)
                 how = self.step.experts_implementation
                 options = {"experts_implementation": how} if how else {}
                 return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         configured_checkpoint,
         overrides,
     )
+    from torchtune_adaptive.recipe.shadowing import stop_if_shadowed
     from torchtune_adaptive.recipe.tracing.self_check import check_method
     from torchtune_adaptive.recipe.tracing.traces import NotRemembered, PassedCheck
     from torchtune_adaptive.recipe.versions import require_supported_versions

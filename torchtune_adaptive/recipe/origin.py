@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.common import ConfigError, counted, launcher, libraries
 from torchtune_adaptive.recipe.registry import load_config, name_of_config
 from torchtune_adaptive.recipe.settings.keys import FOUND
+from torchtune_adaptive.recipe.settings.secrets import shown, shown_config
 
 _MODELS = ("model", "policy_model", "reward_and_value_model")
 """The keys of models that are trained."""
@@ -42,7 +43,10 @@ class Origin:
         path, overrides = given[at + 1], given[:at] + given[at + 2 :]
         name = name_of_config(Path(path)) or path
         started = recipe if Path(program).stem == recipe else program
-        words = ["tune", "run", *_launched(), started, "--config", name, *overrides]
+        given = [
+            f"{key}{eq}{shown(key, to)}" for key, eq, to in (o.partition("=") for o in overrides)
+        ]
+        words = ["tune", "run", *_launched(), started, "--config", name, *given]
         config = None
         with suppress(ConfigError):  # the file is gone
             config = load_config(path)
@@ -55,7 +59,7 @@ class Origin:
             return None
         written, now = (dict(_values(each)) for each in (self.config, cfg))
         return [
-            (key, written.get(key, "-"), now.get(key, "-"))
+            (key, shown(key, written.get(key, "-")), shown(key, now.get(key, "-")))
             for key in dict.fromkeys([*written, *now])
             if written.get(key) != now.get(key)
         ]
@@ -102,7 +106,8 @@ def model_in_words(cfg: DictConfig, parameters: int, trained: int) -> str:
 
 def data_in_words(cfg: DictConfig, samples: int, sample: str) -> str:
     """The data of a config, and how much there is."""
-    blocks = cfg.dataset if OmegaConf.is_list(cfg.dataset) else [cfg.dataset]
+    plain: Any = OmegaConf.to_container(shown_config(cfg))
+    blocks = plain["dataset"] if isinstance(plain["dataset"], list) else [plain["dataset"]]
     names = []
     for block in blocks:
         which = ", ".join(f"{key} {block[key]}" for key in _DATA_KEYS if block.get(key))

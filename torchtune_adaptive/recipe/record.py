@@ -37,6 +37,7 @@ from torchtune_adaptive.recipe.origin import Origin, versions
 from torchtune_adaptive.recipe.search.report import Report
 from torchtune_adaptive.recipe.settings.keys import FOUND
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
+from torchtune_adaptive.recipe.settings.secrets import shown_config
 from torchtune_adaptive.recipe.train import curves
 from torchtune_adaptive.recipe.train.attempts import Attempts
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME
@@ -162,7 +163,7 @@ class Record:
         return None
 
     def html(self) -> str:
-        config = OmegaConf.to_yaml(self.cfg, resolve=True, sort_keys=True)
+        config = OmegaConf.to_yaml(shown_config(self.cfg), sort_keys=True)
         sections: dict[str, list[Block]] = {
             "Summary": self._summary(),
             "Command, model and data": [self._made_of()],

@@ -19,7 +19,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.common import ConfigError, require_bounded
 from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.private import component_at, recipe_registry
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
@@ -181,6 +181,7 @@ def load_config(name: str) -> DictConfig:
     """
     path = find_config(name)
     try:
+        require_bounded(path.read_text())
         cfg = OmegaConf.load(path)
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())

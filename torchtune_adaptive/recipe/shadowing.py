@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from torchtune_adaptive.common import end, launcher
 
 _LIBRARIES = """
-datasets numpy omegaconf psutil safetensors sentencepiece tiktoken tokenizers torch torchao
-torchdata torchtune tqdm yaml
+PIL datasets dill filelock fsspec huggingface_hub matplotlib multiprocess numpy omegaconf packaging pandas
+psutil pyarrow safetensors sentencepiece sympy tiktoken tokenizers torch torchao torchdata torchtune tqdm
+typing_extensions yaml
 """
 
 
@@ -24,7 +26,10 @@ def stop_if_shadowed() -> None:
 
     Copies of those two may be meant; a library's name on a user's file never is.
     """
-    for name in _LIBRARIES.split():
+    names = {*_LIBRARIES.split(), *sys.stdlib_module_names}
+    with suppress(OSError):  # the folder was deleted
+        names &= {name.partition(".")[0] for name in os.listdir()}
+    for name in sorted(names):
         if found := shadowing(name):
             end(
                 f"{found} hides the library {name}, because Python looks in the working directory first. "

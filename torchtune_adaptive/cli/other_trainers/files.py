@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torchtune_adaptive.cli.other_trainers.keys import FileReading, Trainer, nam
 from torchtune_adaptive.cli.other_trainers.llama_factory import LLAMA_FACTORY
 from torchtune_adaptive.cli.other_trainers.trl import DPO, GENERATED, SFT
 from torchtune_adaptive.cli.other_trainers.trl_rollouts import GRPO, RLOO
-from torchtune_adaptive.common import ConfigError, NoPrediction
+from torchtune_adaptive.common import ConfigError, NoPrediction, load_yaml
 
 _OPTION = "a trainer's file"
 _TRL = "TRL"
@@ -81,7 +82,7 @@ def read_file(
         length: of the rows, in place of the one that the file has.
 
     Raises:
-        ConfigError: it cannot be told whose file it is, or a change makes no sense.
+        ConfigError: the file cannot be read, it cannot be told whose it is, or a change makes no sense.
         NoPrediction: a key that memory depends on cannot be planned.
     """
     given = _loaded(path)
@@ -165,17 +166,20 @@ def _trainer(name: str, given: Mapping[str, Any], asked: str | None) -> Trainer:
     return DPO if (DPO.known() - SFT.known()) & set(given) else SFT
 
 
-def _loaded(path: Path) -> dict[str, Any] | None:
+def _loaded(path: Path, option: str = "CONFIG") -> dict[str, Any] | None:
     """What a file has; None if it is no mapping, which is for others to complain about."""
     try:
-        given = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
+        given = load_yaml(option, path)
+    except ConfigError:
+        with suppress(OSError):
+            if "_component_" in path.read_text(errors="replace"):
+                return None  # torchtune's, whose reader takes more
+        raise
     return {str(key): value for key, value in given.items()} if isinstance(given, dict) else None
 
 
 def _launch(path: Path) -> dict[str, Any]:
-    given = _loaded(path)
+    given = _loaded(path, "--accelerate")
     if given is None or not _OF_ACCELERATE & set(given):
         reason = "is not an accelerate configuration that can be read"
         remedy = (

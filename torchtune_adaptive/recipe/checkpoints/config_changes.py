@@ -9,13 +9,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from torchtune_adaptive.common import CheckpointError
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, keys_with, top_level_keys
 from torchtune_adaptive.recipe.settings.keys import KEYS, KEYS_OF_BLOCKS
 from torchtune_adaptive.recipe.settings.kind_table import Kind
 from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION
+from torchtune_adaptive.recipe.settings.secrets import facts_of, is_fact_of, shown
 
 FlatConfig = dict[str, Any]
 """Values by the paths of their keys."""
@@ -35,7 +36,7 @@ def batch_keys(kind: Kind) -> tuple[str, ...]:
 
 def training_config(cfg: DictConfig, kind: Kind) -> FlatConfig:
     """What of a config decides about the result of a training."""
-    values: Any = OmegaConf.to_container(cfg, resolve=True)
+    values = facts_of(cfg)
     ours, block = keys_with("result"), values.get(BLOCK) or {}
     relevant = {key for key, row in KEYS.items() if row.result} | (ours & top_level_keys())
     chosen = {k: v for k, v in values.items() if k in kind.keys & relevant}
@@ -63,7 +64,7 @@ def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 def change(key: str, old: Any, new: Any, whose: str) -> str:
     """A line about a value that a resumed run does not have from both."""
-    old, new = ("unset" if value is None else value for value in (old, new))
+    old, new = ("unset" if value is None else shown(key, value) for value in (old, new))
     return f"{key} {old} -> {new} (the {whose})"
 
 
@@ -106,7 +107,7 @@ def resumed(
     kept: FlatConfig = {}
     for key in sorted(saved.keys() | now.keys()):
         old, new = saved.get(key), now.get(key)
-        if old == new:
+        if old == new or is_fact_of(old, new) or is_fact_of(new, old):
             continue
         is_kept = (
             key in ("shuffle", SAMPLE_ORDER)  # the place in an epoch is one in its order

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from torchtune_adaptive.common import Cache, atomically, cache_folder
+from torchtune_adaptive.common import Cache, atomically, cache_folder, keep_private
+from torchtune_adaptive.recipe.settings.secrets import facts_of
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class LengthFiles:
                 raise ValueError("it does not match its checksum")
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, EOFError) as error:
+        except (OSError, ValueError, EOFError, AttributeError) as error:  # the last of an archive
             log.warning(f"Ignoring cached {_WHAT} in {path}: {error}.")
             return None
         return found
@@ -82,6 +83,7 @@ class LengthFiles:
         if self._cache.folder is None:
             return False
         try:
+            keep_private(self._cache.folder)
             with (
                 atomically(self._cache.folder / file.name) as temporary,
                 temporary.open("wb") as to,
@@ -131,7 +133,7 @@ def longest_known(cfg: DictConfig, cache: bool | str) -> int | None:
 def facts_of_config(cfg: DictConfig) -> dict[str, Any]:
     """What a config says about the number of tokens of each row."""
     # The whole config: a part of it, put elsewhere, could not look up what it refers to (``${assets}``).
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    config = facts_of(cfg)
     return {block: config.get(block) for block in ("dataset", "tokenizer")}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchtune_adaptive.common import ConfigError, launcher
+from torchtune_adaptive.common import ConfigError, launcher, printable
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.conflicts import conflicts
@@ -90,7 +90,7 @@ def warn_of_unused_keys(cfg: DictConfig, kind: Kind) -> None:
     """Say, once, which keys of a config change nothing."""
     if launcher.rank() == 0:
         for key in unused_keys(cfg, kind):
-            log.warning(about_unused(key, kind))
+            log.warning(printable(about_unused(key, kind)))
 
 
 def _unreadable(cfg: DictConfig, error: OmegaConfBaseException) -> tuple[str, object]:

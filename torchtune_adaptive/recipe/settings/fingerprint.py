@@ -20,6 +20,7 @@ from torchtune_adaptive.core import knobs
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, keys_with, top_level_keys
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.keys import KEYS, KEYS_OF_BLOCKS
+from torchtune_adaptive.recipe.settings.secrets import facts_of
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -29,8 +30,7 @@ def step_facts(cfg: DictConfig) -> dict[str, Any]:
 
     Keys that no recipe knows are ignored by recipes, or they are variables of keys that count.
     """
-    config = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(config, dict)
+    config = facts_of(cfg)
     for key in ("batch_size", BLOCK, *top_level_keys()):
         config.pop(key, None)
     for key, row in KEYS.items():
