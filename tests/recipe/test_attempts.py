@@ -128,12 +128,19 @@ def test_steps_are_noted_once_a_second_and_at_the_end(
     assert json.loads((tmp_path / ATTEMPTS_NAME).read_text())["reached"] == 33
 
 
-@pytest.mark.parametrize("names", [(9, 2000, 9), (2000, 9, 2000)])
-def test_a_path_may_be_long(names: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_path_may_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of a longer text is not read as a part of a shorter one."""
-    for number, length in enumerate(names, 1):
-        attempt = begun(tmp_path, replace(ON_TWO, checkpoint="/" + length * "x"), 5, 6)
-        assert attempt.now.number == number
+    of_long_path, now = replace(ON_TWO, checkpoint="/" + 2000 * "x"), 100 / 3
+    monkeypatch.setattr(
+        attempts_module, "time", SimpleNamespace(time=lambda: now, monotonic=lambda: now)
+    )
+    attempts = Attempts(tmp_path, of_long_path, True)
+    attempts.reached(6)
+    now = 200.0
+    attempts.reached(7)
+    attempts.close()
+    assert begun(tmp_path, of_long_path, 5, 6).now.number == 2
+    assert begun(tmp_path, ON_TWO, 5, 6).now.number == 3, "after a shorter one"
 
 
 def test_the_file_is_never_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

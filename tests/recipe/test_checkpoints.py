@@ -12,28 +12,34 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from omegaconf import DictConfig
+from torchtune.training.checkpointing import _checkpointer
 
 from tests.helpers import runs
 from tests.helpers.ranks import run_ranks, watch_ranks
-from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
+from tests.helpers.recipes import in_files, run_ours, run_torchtunes, tiny_config
 from tests.helpers.runs import (
     ALL_KEPT,
     ASYNCHRONOUS,
     RESUME,
     SHORT,
+    Records,
     assert_same_end,
     assert_same_records,
     assert_same_weights,
     losses,
+    stopped_after,
     train,
     undisturbed,
 )
+from tests.helpers.snapshots import EVERY, run_killed
 from torchtune_adaptive.common import FolderLock, durable
 from torchtune_adaptive.recipe.checkpoints import sharded
+from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
 
 pytestmark = [pytest.mark.runs, pytest.mark.alternating]
@@ -85,6 +91,37 @@ def test_resuming_without_naming_a_file(kind: str, tmp_path: Path) -> None:
     assert "epoch_1 (its recipe state is missing" in line
     assert f"epoch_1_step_8 ({weights.name} is truncated" in line
     assert again.exit_code == 0
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("more", [{}, {"adaptive_batching.sharded_checkpoints": True}])
+def test_by_default_there_is_one_before_the_newest(more: dict[str, Any], tmp_path: Path) -> None:
+    whole, expected = undisturbed("full", max_steps_per_epoch=6)
+    changes = {"max_steps_per_epoch": 6, "save_every_n_steps": 2, **more}
+    cfg = tiny_config("full", tmp_path, **changes, **RESUME)
+    watch_ranks(run_killed, 1, "full", cfg, 5, until_exit_of=[0], join=False)
+    assert {path.name for path in tmp_path.glob("*epoch_*")} == {"epoch_0_step_2", "epoch_0_step_4"}
+    damaged = max((tmp_path / "epoch_0_step_4").iterdir(), key=lambda file: file.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[::-1])
+    resumed = watch_ranks(run_and_tell, 1, "full", cfg, until_exit_of=[0], join=False)
+    said = rf"Resuming from .*/epoch_0_step_2 \(step 2\)\. Skipped: epoch_0_step_4 \({damaged.name} is corr"
+    assert re.search(said, resumed[0].said)
+    assert_same_end(json.loads(resumed[0].said.splitlines()[-1]), expected)
+    assert_same_weights(whole / "epoch_0", tmp_path / "epoch_0")
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_file_that_nobody_reads_may_be_damaged(kind: str, tmp_path: Path) -> None:
+    """A copy of the base model's, and of adapters the merged weights."""
+    changes = {**SHORT, **ALL_KEPT}
+    whole, expected = undisturbed(kind, **changes)
+    out = stopped_after(2, whole, tmp_path / "out")
+    (out / "epoch_0_step_2" / "data.json").unlink()
+    (out / "epoch_0_step_2" / "data.json").symlink_to("data.json")
+    if kind == "lora":
+        (out / "epoch_0_step_2" / "model-00001-of-00001.safetensors").unlink()
+    assert_same_end(train(kind, out, **changes, **RESUME), expected)
 
 
 def test_torchtune_reads_what_is_published(tmp_path: Path) -> None:
@@ -155,6 +192,84 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     longer = {**SHORT, "epochs": 3, "model.lora_rank": 4}
     said = refused("lora", tmp_path / "lora", **longer, **RESUME)
     assert "does not fit the model: layers.0.attn" in said and "lora_a" in said
+
+
+def run_without_its_base(kind: str, cfg: DictConfig) -> Records:
+    """A run whose base model cannot be read, although its files can be listed."""
+
+    def fail(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    _checkpointer.safe_torch_load = fail  # type: ignore[assignment]
+    return run_ours(kind, cfg)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    ("ranks", "saved"), [(1, "checkpoint"), (2, "checkpoint"), (2, "snapshot")]
+)
+def test_a_sharded_checkpoint_of_a_whole_model_needs_no_base(
+    ranks: int, saved: str, tmp_path: Path
+) -> None:
+    """It is in several files, as the weights at the end are."""
+    changes = {
+        **{"max_steps_per_epoch": 4, "save_every_n_steps": 2, **ALL_KEPT},
+        "adaptive_batching.sharded_checkpoints": True,
+        **in_files(tmp_path, 2),
+    }
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    expected = train("full", whole, ranks, **changes)
+    if saved == "snapshot":
+        changes |= {EVERY: 1, "adaptive_batching.snapshot_folder": str(tmp_path / "memory")}
+        arguments = ("full", tiny_config("full", out, **changes), 3)
+        ranks_of = [*range(ranks)]
+        watch_ranks(run_killed, ranks, *arguments, until_exit_of=ranks_of, join=False)
+    else:
+        stopped_after(2, whole, out)
+    cfg = tiny_config("full", out, **changes, **RESUME)
+    resumed, *_ = run_ranks(run_without_its_base, ranks, "full", cfg, join=False)
+    assert len(resumed) == (1 if saved == "snapshot" else 2)
+    assert_same_end(resumed, expected)
+    assert_same_weights(whole / "epoch_0", out / "epoch_0")
+    files = [sorted(each.name for each in (at / "epoch_0").iterdir()) for at in (whole, out)]
+    assert files[0] == files[1] and len([n for n in files[0] if n.endswith("tensors")]) == 2
+
+
+def run_and_count_manifests(kind: str, cfg: DictConfig, folder: Path) -> int:
+    """How many of the output folder's are read while snapshots are taken."""
+    read, snapshot, counted = durable.read_manifest, Checkpoints.snapshot, [0]
+
+    def read_and_count(one: Path) -> Any:
+        counted[0] += one.parent == folder
+        return read(one)
+
+    def snapshot_and_count(self: Checkpoints, *arguments: Any) -> None:
+        with mock.patch.object(durable, "read_manifest", read_and_count):
+            snapshot(self, *arguments)
+
+    Checkpoints.snapshot = snapshot_and_count  # type: ignore[method-assign]
+    run_ours(kind, cfg)
+    return counted[0]
+
+
+def test_a_snapshot_reads_no_manifests_of_checkpoints(tmp_path: Path) -> None:
+    """Only the first looks which checkpoint is the newest."""
+    changes = {"max_steps_per_epoch": 6, "save_every_n_steps": 2, EVERY: 1, **ALL_KEPT}
+    memory = {"adaptive_batching.snapshot_folder": str(tmp_path / "memory")}
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed("full", **SHORT, **ALL_KEPT)[0], out, symlinks=True)
+    earlier = len([*out.glob("epoch_*")])
+    cfg = tiny_config("full", out, **changes, **memory)
+    (read,) = run_ranks(run_and_count_manifests, 1, "full", cfg, out, join=False)
+    assert read == earlier
+
+
+def test_adapters_need_their_base(tmp_path: Path) -> None:
+    changes = {**SHORT, **ALL_KEPT, "adaptive_batching.sharded_checkpoints": True}
+    whole, _ = undisturbed("lora", **changes)
+    cfg = tiny_config("lora", stopped_after(2, whole, tmp_path / "out"), **changes, **RESUME)
+    with pytest.raises(AssertionError, match=r"CheckpointError: .* cannot be read: Input/output"):
+        run_ranks(run_without_its_base, 1, "lora", cfg, join=False)
 
 
 # --- what has changed in the config -----------------------------------------------------------------

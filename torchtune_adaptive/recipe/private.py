@@ -106,6 +106,32 @@ def files_of_weights(checkpointer: Any) -> int:
     return len(set(checkpointer._weight_map.values()))
 
 
+def knows_files(checkpointer: Any) -> bool:
+    """Whether a checkpointer of torchtune's knows how to save weights without having loaded any."""
+    from torchtune import training
+
+    if type(checkpointer) is training.FullModelHFCheckpointer:
+        checkpointer._weight_map = {
+            name: f"{number:04}"
+            for number, path in enumerate(checkpointer._checkpoint_paths, 1)
+            for name in _names_in(str(path))
+        }
+        return True
+    without = (training.FullModelMetaCheckpointer, training.FullModelTorchTuneCheckpointer)
+    return type(checkpointer) in without
+
+
+def _names_in(file: str) -> list[str]:
+    """The names of the weights in a file, which is not read for them."""
+    import torch
+    from safetensors import safe_open
+
+    if file.endswith(".safetensors"):
+        with safe_open(file, "pt") as opened:
+            return [*opened.keys()]
+    return [*torch.load(file, map_location="cpu", weights_only=True, mmap=True)]
+
+
 def writing_one_file(checkpointer: Any, folder: Path) -> Any:
     """A ``FullModelHFCheckpointer`` that writes into ``folder``, and all that it is given into one file."""
     writer = copy.copy(checkpointer)

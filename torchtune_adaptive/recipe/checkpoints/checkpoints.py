@@ -104,7 +104,8 @@ class Checkpoints:
             self._checkpointer = self._all.read(self.build_checkpointer)
 
     def load(self) -> dict[str, Any]:
-        """The weights to start from and, in a run that is resumed, the recipe's state."""
+        """The weights to start from, or None where ``resume`` loads them all; and, in a run that is resumed,
+        the recipe's state."""
         return self._all.read(self._load)
 
     def load_frozen(self) -> list[dict[str, Any]]:
@@ -301,12 +302,13 @@ class Checkpoints:
         return checkpointer
 
     def _load(self) -> dict[str, Any]:
-        loaded: dict[str, Any] = self._checkpointer.load_checkpoint()
-        source = self._source
-        if source is None:
-            return loaded
-        if (folder := self._sharded_source()) is not None:
+        source, folder = self._source, self._sharded_source()
+        if folder is not None:
             self._require_same_optimizer(training_state_of(folder))
+            if not self._asked.kind.adapters and private.knows_files(self._checkpointer):
+                return {training.MODEL_KEY: None}  # all of it is in there
+        loaded: dict[str, Any] = self._checkpointer.load_checkpoint()
+        if source is None or folder is not None:
             return loaded
         if source.adapters is not None:
             loaded[training.ADAPTER_KEY] = read_file(source.adapters)
@@ -502,7 +504,9 @@ class Checkpoints:
             )
 
         if isinstance(optimizers.saved, OptimizerInBackwardWrapper):
-            return {name: full_state(one) for name, one in optimizers.saved.optim_map.items()}
+            # torch would make the state of those that have none, as their parameters had no gradient yet.
+            in_use = {name: one for name, one in optimizers.saved.optim_map.items() if one.state}
+            return {name: full_state(one) for name, one in in_use.items()}
         return full_state(optimizers.saved)
 
     @property

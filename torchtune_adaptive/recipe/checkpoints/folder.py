@@ -44,6 +44,8 @@ OF_ALL = "of_all"
 _NAME = re.compile(r"(dist_)?epoch_(?P<epoch>\d+)(_step_(?P<step>\d+))?")
 _STAGING = ".saving"
 _TRASH = ".trash"
+_RESUMABLE = 2
+"""The checkpoints that stay resumable where no number is asked for: a disk may damage one of them."""
 _STATELESS = "it is the end of a run, saved without its recipe state"
 _STRIPPED = "its recipe state is missing: removed when a newer one was saved"
 
@@ -148,8 +150,8 @@ class CheckpointFolder:
     """The output folder of a run, as far as checkpoints are concerned. For rank 0 only.
 
     Args:
-        keep: the number of newest checkpoints to keep. None for torchtune's way: every epoch's weights, the
-            recipe state of the newest, and of the mid-epoch ones only the newest.
+        keep: the number of newest checkpoints to keep. None: the newest two that can be resumed from, and
+            the weights of every epoch.
         flush: whether they are to outlive the machine, and not only the processes of the run.
     """
 
@@ -161,6 +163,7 @@ class CheckpointFolder:
         self._keep = keep
         self._flush = flush
         self._tidy = False
+        self._newest_id: str | None = None
 
     def require_usable(self) -> None:
         """Raise unless checkpoints can be written here: before hours are spent on what could not be saved."""
@@ -204,6 +207,7 @@ class CheckpointFolder:
         numbered = {"number": 1 + self.newest_number(), **facts}
         durable.seal(self.staging / name, numbered, known, flush=self._flush)
         self._put_in_place(self.staging / name)
+        self._newest_id = facts.get("id")
         try:
             self._remove_superseded()
         except OSError as error:
@@ -246,9 +250,11 @@ class CheckpointFolder:
             self._link.unlink()
 
     def newest_id(self) -> str | None:
-        """The id of the newest checkpoint; None if there is none, or torchtune saved it."""
-        newest = max(self._all(), key=lambda one: one.number, default=None)
-        return newest.facts.get("id") if newest else None
+        """The id of the newest checkpoint, looked for once; None if there is none, or torchtune saved it."""
+        if self._newest_id is None:
+            newest = max(self._all(), key=lambda one: one.number, default=None)
+            self._newest_id = newest.facts.get("id") if newest else None
+        return self._newest_id
 
     def since(self, checkpoint: str | None, skipped: list[str]) -> list[Checkpoint]:
         """The snapshots in this folder that were taken since a checkpoint was saved, newest first.
@@ -279,7 +285,7 @@ class CheckpointFolder:
     def newest(
         self,
         recipe: str,
-        reads: Collection[str] | None = None,
+        reads: re.Pattern[str] | None = None,
         epochs: int | None = None,
         damaged: Mapping[Path, str] = MappingProxyType({}),
         snapshots: Since = NONE_SINCE,
@@ -288,7 +294,8 @@ class CheckpointFolder:
 
         Args:
             recipe: the name of the kind of recipe that will resume.
-            reads: the names of the files that will be read, besides the recipe state; None for all.
+            reads: the names of the files that will be read, besides the recipe state; None for all. Damage
+                of others does not matter.
             epochs: the epochs that the run wants. A checkpoint that has them all needs no recipe state.
             damaged: the sharded checkpoints that ranks have found to be damaged, with the reason. Those are
                 too large for this rank alone: it looks at the sizes of their files only.
@@ -391,9 +398,11 @@ def superseded(
         # At the end of a run, the weights and what continues it may be two folders.
         kept = list(dict.fromkeys(one.place for one in newest_first))[:keep]
         return [one for one in newest_first if one.place not in kept], []
-    gone = [one for one in newest_first[1:] if one.is_mid_epoch]
-    with_state = [one for one in newest_first if one.is_resumable and not one.is_sharded]
-    return gone, [one for one in with_state[1:] if one not in gone]
+    resumable = [one for one in newest_first if one.is_resumable]
+    older = [one for one in newest_first[1:] if one not in resumable[:_RESUMABLE]]
+    with_state = [one for one in older if one.is_resumable and not one.is_sharded]
+    gone = [one for one in older if one.is_mid_epoch]
+    return gone, [one for one in with_state if one not in gone]
 
 
 def last_saved(output_dir: Path) -> str:
@@ -411,7 +420,7 @@ def checkpoint_of(file: Path) -> Checkpoint | None:
 
 
 def _why_not(
-    checkpoint: Checkpoint, recipe: str, reads: Collection[str] | None, epochs: int | None
+    checkpoint: Checkpoint, recipe: str, reads: re.Pattern[str] | None, epochs: int | None
 ) -> str | None:
     """Why a checkpoint cannot be resumed from, or None."""
     manifest = checkpoint.manifest
@@ -422,21 +431,21 @@ def _why_not(
         return f"it was saved by the {saved_by} recipe"
     if checkpoint.is_verified:
         return None
-    expected, read = set(manifest.files), set(manifest.files if reads is None else reads)
-    if checkpoint.is_sharded:
-        read = set()
-    elif checkpoint.is_resumable:
-        read.add(STATE)
-    else:
-        if epochs is None or checkpoint.epochs_run < epochs:
+    read = {*manifest.files}
+    if not checkpoint.is_sharded:
+        read = {name for name in read - {STATE} if reads is None or reads.fullmatch(name)}
+        if checkpoint.is_resumable:
+            read.add(STATE)
+        elif epochs is None or checkpoint.epochs_run < epochs:
             return _STRIPPED if checkpoint.facts["resumable"] else _STATELESS
-        expected.discard(STATE)
-        read.discard(STATE)
+    if not read - {STATE}:
+        return f"its {durable.MANIFEST} is damaged: it lists no weights"
     if unlisted := sorted(read - manifest.files.keys()):
         return f"its {durable.MANIFEST} is damaged: it does not list {unlisted[0]}"
     try:
-        durable.check_sizes(checkpoint.folder, manifest, sorted(expected))
-        durable.check_contents(checkpoint.folder, manifest, sorted(read))
+        durable.check_sizes(checkpoint.folder, manifest, sorted(read))
+        if not checkpoint.is_sharded:  # whose ranks read their share each
+            durable.check_contents(checkpoint.folder, manifest, sorted(read))
     except Damaged as reason:
         return str(reason)
     return None

@@ -27,6 +27,8 @@ ADAPTERS = "adapter_model.pt"
 
 _WEIGHTS = re.compile(r"model(-.*)?\.(safetensors|bin|pt)")
 """Names of files; without a number where torchtune's main branch saves a single one."""
+_ALL_WEIGHTS = re.compile(rf"(.*/)?{_WEIGHTS.pattern}")
+"""The same, with those of a second model."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,8 @@ def newest_source(
     Raises:
         CheckpointError: none can be resumed from.
     """
-    # Merged weights are large, and not read.
-    found, skipped = folder.newest(
-        kind.name, [ADAPTERS] if kind.adapters else None, epochs, damaged, snapshots
-    )
+    reads = re.compile(ADAPTERS) if kind.adapters else _ALL_WEIGHTS  # merged ones are not read
+    found, skipped = folder.newest(kind.name, reads, epochs, damaged, snapshots)
     passed_over = f" Skipped: {'; '.join(skipped)}." if skipped else ""
     if found is None:
         log.warning(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,40 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's, whose values that are no tensors may be programs."""
+    """torch's, whose values that are no tensors may be programs, and which wants state of all parameters."""
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Drop the state of parameters that had none when it was saved, as they had had no gradient yet."""
+        assert metadata is not None
+        saved = {*chain.from_iterable(map(_prefixes, metadata.state_dict_metadata))}
+        _drop_unsaved(state_dict, "", saved)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         data = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), data)
         data.seek(0)
         super().load_bytes(read_item, data)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    return accumulate(name.split("."), "{}.{}".format)
+
+
+def _drop_unsaved(values: dict[str, Any], prefix: str, saved: set[str]) -> None:
+    """Drop parameters' state that has not been saved from the optimizers in a state."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value.keys() == {"state", "param_groups"}:
+            for parameter in [*value["state"]]:
+                if f"{prefix}{key}.state.{parameter}" not in saved:
+                    del value["state"][parameter]
+        elif isinstance(value, dict):
+            _drop_unsaved(value, f"{prefix}{key}.", saved)
 
 
 class Reader(FileSystemReader):
@@ -73,6 +101,7 @@ class Reader(FileSystemReader):
         self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        assert self._metadata.storage_meta is not None
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 

@@ -185,12 +185,16 @@ def load_full(
     model: nn.Module,
     asked: Asked,
     environment: Environment,
-    weights: dict[str, Any],
+    weights: dict[str, Any] | None,
     keys: FrozenModel = _TRAINED,
 ) -> None:
-    """Give a model all its weights; ``keys`` are those of its block and of its checkpointer's."""
+    """Give a model all its weights, or room for them; ``keys`` are those of its block and of its
+    checkpointer's."""
+    if weights is None:
+        model.to_empty(device="cpu" if asked["fsdp_cpu_offload"] else environment.device)
     initialize_ropes(model, environment)
-    _load(model, asked, environment, weights, keys, strict=True)
+    if weights is not None:
+        _load(model, asked, environment, weights, keys, strict=True)
 
 
 def load_lora(

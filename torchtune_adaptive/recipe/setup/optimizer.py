@@ -76,9 +76,19 @@ def _load_state(
     """Give an optimizer the state that rank 0 has; nothing of it is the optimizer's afterwards.
 
     Where a parameter is not sharded, and for numbers such as ``step``, torch takes tensors over as they are.
-    These may be parts of a mapped file, which would stay mapped until the end of the run.
+    These may be parts of a mapped file, which would stay mapped until the end of the run. A parameter that
+    had no gradient yet has no state, which torch accepts only of those that are not trained.
     """
-    training.load_from_full_optimizer_state_dict(model, optimizer, state, environment.device)
+    saved = {name for group in state["param_groups"] for name in group["params"]}
+    without = saved - state["state"].keys()
+    idle = [p for name, p in model.named_parameters() if name in without and p.requires_grad]
+    for parameter in idle:
+        parameter.requires_grad_(False)
+    try:
+        training.load_from_full_optimizer_state_dict(model, optimizer, state, environment.device)
+    finally:
+        for parameter in idle:
+            parameter.requires_grad_(True)
     for values in optimizer.state.values():
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
