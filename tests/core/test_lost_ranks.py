@@ -16,13 +16,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.decoder import adamw, batch, tiny_decoder, train_step
-from tests.helpers.ranks import Ended, watch_ranks
+from tests.helpers.ranks import Ended, run_ranks, watch_ranks
 from torchtune_adaptive.common.errors import RankLost
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks import watchdog as watchdog_module
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE, Watchdog
 from torchtune_adaptive.core.search.probe import Probe
+from torchtune_adaptive.core.step.exchange import Exchange
+from torchtune_adaptive.core.step.retry import StepRunner
+from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.train.stop import StopSignals
 
 pytestmark = pytest.mark.ranks
@@ -317,3 +320,93 @@ def test_where_nobody_watches_the_others_refer_to_the_rank_that_ended(
 def test_patience_where_patience_is_due(run: str, ended: dict[str, Future[list[Ended]]]) -> None:
     for rank in ended[run].result():
         assert rank.exit_code == 0, rank.said
+
+
+class Waiting(SimulatedMemory):
+    """Memory of a device; to give back its cache is to wait for the device."""
+
+    waits = 0
+
+    def release(self) -> None:
+        self.waits += 1
+        super().release()
+
+
+def train(step: TrainStep, error: Exception) -> None:
+    def micro_batches(size: int) -> Iterator[Any]:
+        yield batch(rows=size)
+        raise error
+
+    runner = StepRunner(step, advice=str)
+    runner.begin(2, None)
+    runner.run(micro_batches, 1)
+
+
+def search(step: TrainStep, error: Exception) -> None:
+    def enter(activity: str) -> None:
+        step.memory.waits = 0  # type: ignore[attr-defined]
+        raise error
+
+    with Probe(step=step, accumulation=lambda size: 1, headroom=0.0, entering=enter) as probe:
+        probe.prime(rows_of)
+
+
+def run_rows(step: TrainStep, error: Exception) -> None:
+    def work() -> None:
+        raise error
+
+    step.forward_only("scoring", work)
+
+
+@pytest.mark.parametrize("work", [train, search, run_rows])
+def test_who_has_lost_a_rank_does_not_wait_for_the_device(
+    work: Callable[[TrainStep, Exception], None],
+) -> None:
+    """Where that would wait for the rank in a collective."""
+    for error, waits in ((RankLost("rank 1 is gone"), 0), (ValueError("a mistake"), 1)):
+        model, memory = tiny_decoder(layers=1, sharded=False), Waiting(None)
+        step = train_step(model, [adamw(model)], memory=memory)
+        memory.waits = 0
+        with pytest.raises(type(error)):
+            work(step, error)
+        assert memory.waits == waits
+
+
+class Operations(TorchDispatchMode):
+    """What runs, on which dtypes: each is a kernel that a device loads when it is used first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dtypes = [str(one.dtype) for one in args if isinstance(one, torch.Tensor)]
+        self.seen.add((str(func), *dtypes))
+        return func(*args, **(kwargs or {}))
+
+
+def what_runs_before_a_step_and_in_its_exchange() -> tuple[set[Any], set[Any]]:
+    ranks, model = Ranks(timeout=100), tiny_decoder(layers=1)
+    with Operations() as before:
+        step = train_step(model, [adamw(model)], ranks=ranks, clip_grad_norm=1.0)
+    step.forward_backward(batch(rows=2), last=True)
+    exchange = Exchange._over_ranks
+    with Operations() as later, pytest.MonkeyPatch.context() as patch:
+
+        def seen(self: Exchange, told: Any) -> list[float]:
+            later.seen.clear()
+            summed = exchange(self, told)
+            in_exchange.append(set(later.seen))
+            return summed
+
+        in_exchange: list[set[Any]] = []
+        patch.setattr(Exchange, "_over_ranks", seen)
+        assert not step.apply().lost
+    return before.seen, in_exchange[0]
+
+
+def test_what_the_exchange_runs_has_run_before_the_first_step() -> None:
+    """A rank whose device is full by then could not load it, and the others would wait."""
+    for before, in_exchange in run_ranks(what_runs_before_a_step_and_in_its_exchange, 2):
+        assert ("aten.copy_.default", "torch.float64", "torch.float32") in in_exchange
+        assert in_exchange <= before, in_exchange - before

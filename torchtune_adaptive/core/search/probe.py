@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchtune_adaptive.common import EmptyTrial, counted
+from torchtune_adaptive.common import EmptyTrial, RankLost, counted
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.step.exchange import StepDone
 from torchtune_adaptive.core.step.failures import StepHalfApplied
@@ -48,9 +48,10 @@ class Probe:
         self._snapshot = Snapshot(step.model, step.optimizers, step.device, others)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         self._snapshot.close()
-        self.step.abandon()
+        if not isinstance(error, RankLost):  # for which the device may wait
+            self.step.abandon()
         if self.step.options.compiled:
             torch.compiler.reset()
 

@@ -130,6 +130,10 @@ class Exchange:
         slots = Total.METRICS + len(self.metrics)
         self._totals = torch.zeros(slots, dtype=torch.float64, device=self.device)
         self._places = self._totals.unbind()
+        if self.ranks.size > 1:
+            # To load a kernel takes memory, of which the first step may leave none.
+            norm, loss = torch.zeros_like(self.number), torch.zeros((), device=self.device)
+            self._tell({Total.WEIGHT: 0.0, Total.LOSS: loss, Total.SQUARED_GRADIENT_NORM: norm})
         self.memory.end_step()  # what was before is of no step
         self.follows_others = False
         """Whether the allocator has blocks of other sizes, as generation leaves them, before the step."""
@@ -195,14 +199,17 @@ class Exchange:
         return told
 
     def _over_ranks(self, told: _Told) -> list[float]:
+        self._tell(told)
+        dist.all_reduce(self._totals)
+        return self._totals.tolist()
+
+    def _tell(self, told: _Told) -> None:
         self._totals.zero_()
         for at, value in told.items():
             if isinstance(value, torch.Tensor):
                 self._places[at].copy_(value)
             else:
                 self._places[at].fill_(value)
-        dist.all_reduce(self._totals)
-        return self._totals.tolist()
 
     def _here(self, told: _Told) -> list[float]:
         # Nothing is launched, and only the first tensor is waited for.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from operator import length_hint
 from typing import Any
 
-from torchtune_adaptive.common import TrainingOutOfMemory, counted
+from torchtune_adaptive.common import RankLost, TrainingOutOfMemory, counted
 from torchtune_adaptive.core.device.memory import is_out_of_memory
 from torchtune_adaptive.core.sizes.recovery import Recovery, next_wait
 from torchtune_adaptive.core.step.exchange import StepDone, StepLost, StepOutcome
@@ -158,6 +158,8 @@ class StepRunner:
                 f"changed and others not, so the step cannot be retried. {self.advice()}",
                 half_applied.everywhere,
             ) from None
+        except RankLost:
+            raise  # no step follows; and to wait for the device would be to wait for that rank
         except BaseException as error:  # of the caller's own functions, or from the keyboard
             if not self.step.options.survive and is_out_of_memory(error):
                 raise self._without_recovery(error, number) from error

@@ -23,7 +23,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import RankLost, UsageError
 from torchtune_adaptive.core.device.memory import DeviceMemory
 from torchtune_adaptive.core.private import drop_masks
 from torchtune_adaptive.core.ranks import fsdp
@@ -426,6 +426,8 @@ class TrainStep:
             lost = self._lost()
             kept.restore()
             return lost
+        except RankLost:
+            raise
         except BaseException:
             self.forget()
             raise
@@ -458,6 +460,8 @@ class TrainStep:
         try:
             with fsdp.kept_gathered(model) as gather:
                 yield self.forward_only(f"gathering {type(model).__name__}", gather, reshard=False)
+        except RankLost:
+            raise
         except BaseException:
             self.forget()
             raise
