@@ -47,7 +47,10 @@ class Moment:
 
 
 class Schedule(ABC):
-    """Base class: decides the global batch. It is called before every step, with moments in order."""
+    """Base class: decides the global batch. It is called before every step, with moments in order.
+
+    With one of your own, all ranks agree on its answer at the end of that step, so it counts from the next.
+    """
 
     lr_scaling: LrScaling = "none"
     """The rule by which the learning rate follows the batch, unless ``lr_scaling`` is set."""

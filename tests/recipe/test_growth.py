@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +15,17 @@ import torch
 import torch.distributed as dist
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
+from tests.helpers.growing import GROWING
 from tests.helpers.ranks import Alone, run_ranks
+from tests.helpers.recipes import run_ours, tiny_config
+from tests.helpers.runs import refused
 from torchtune_adaptive.common.errors import BatchIncreaseError, ConfigError
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.sizes.split import Epochs, Split
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
 from torchtune_adaptive.recipe.train.growth import Growth
 from torchtune_adaptive.recipe.train.learning_rate import LearningRate
-from torchtune_adaptive.schedule import Geometric, Moment
+from torchtune_adaptive.schedule import Geometric, Moment, Schedule
 
 
 def rfc(epoch: int, current_batch_size: int) -> int:
@@ -73,19 +79,19 @@ def test_past_memory_it_goes_on_by_accumulation_up_to_one_step_per_epoch() -> No
     assert growing.split.rows == 100
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (lambda e, s: 1.5, "returned 1.5, which is not a whole number"),
-        (lambda e, s: float("nan"), "returned nan"),
-        (lambda e, s: float("inf"), "returned inf"),
-        (lambda e, s: "2", "returned '2'"),
-        (lambda e, s: None, "returned None"),
-        (lambda e, s: True, "returned True"),
-        (lambda e, s: -1, "returned -1: a batch never shrinks"),
-        (lambda e, s: 1 // 0, "raised ZeroDivisionError"),
-    ],
-)
+WRONG: list[tuple[Callable[[int, int], Any], str]] = [
+    (lambda e, s: 1.5, "returned 1.5, which is not a whole number"),
+    (lambda e, s: float("nan"), "returned nan"),
+    (lambda e, s: float("inf"), "returned inf"),
+    (lambda e, s: "2", "returned '2'"),
+    (lambda e, s: None, "returned None"),
+    (lambda e, s: True, "returned True"),
+    (lambda e, s: -1, "returned -1: a batch never shrinks"),
+    (lambda e, s: 1 // 0, "raised ZeroDivisionError"),
+]
+
+
+@pytest.mark.parametrize(("answer", "said"), WRONG)
 def test_a_wrong_answer_names_the_function_the_epoch_and_the_value(
     answer: Callable[[int, int], Any], said: str
 ) -> None:
@@ -122,6 +128,105 @@ def test_ranks_that_disagree_follow_rank_zero_and_fail_together() -> None:
     assert run_ranks(ask_ranks_that_disagree, 2, None) == [3, 3]
     for said in run_ranks(ask_ranks_that_disagree, 2, 1):
         assert "raised RuntimeError: no idea (on rank 1)" in said
+
+
+class Own(Schedule):
+    """A schedule of the user's own, which may fail or say something else on some ranks."""
+
+    def __init__(self, says: Callable[[Moment], Any]) -> None:
+        self.says = says
+
+    def global_batch(self, now: Moment) -> int:
+        return self.says(now)
+
+
+def test_a_schedule_of_the_users_own_counts_from_the_next_step_on_and_in_whole_rows() -> None:
+    growing = growth(Own(lambda now: now.start * 1.5))
+    assert growing.before_step(Moment(0, 0.0, 2, 2)) is None and growing.split == ALONE
+    assert growing.asks
+    grown = growing.agree(2)
+    assert grown is not None and growing.split == Split(3, 1, 1)
+    assert type(growing.split.micro_batch) is int and growing.decisions == [[2, 3]]
+    growing.before_step(Moment(2, 0.02, 2, 3))
+    assert not growing.asks, "it wants what there is"
+
+
+def test_no_rank_asks_for_what_it_cannot_have_or_what_a_schedule_of_ours_says() -> None:
+    growing = growth(Own(lambda now: 1000), start=Split(8, 1, 2))
+    growing.before_step(Moment(0, 0.0, 16, 16))
+    assert not growing.asks
+    growing = growth(Geometric())
+    assert growing.before_step(Moment(100, 1.0, 2, 2)) is not None
+    assert growing.split == Split(4, 1, 1) and not growing.asks
+    assert not growth(rfc).asks
+
+
+@pytest.mark.parametrize(("answer", "said"), WRONG)
+def test_a_wrong_answer_of_a_schedule_is_said_once_the_step_is_done(
+    answer: Callable[[int, int], Any], said: str
+) -> None:
+    growing = growth(Own(lambda now: answer(0, 0)))
+    growing.before_step(Moment(300, 3.0, 2, 2))
+    assert growing.asks and growing.split == ALONE
+    with pytest.raises(BatchIncreaseError) as raised:
+        growing.agree(302)
+    assert said in str(raised.value) and "Own, called with Moment(samples=300," in str(raised.value)
+    assert raised.value.everywhere
+
+
+def test_steps_of_a_schedule_of_the_users_own_can_be_counted_ahead() -> None:
+    epochs = Epochs(samples=100, base_batch=2)
+    assert growth(Own(lambda now: 4)).steps_ahead(epochs, 1) == 1 + 24
+    assert growth(Own(lambda now: 1 // 0)).steps_ahead(epochs, 1) == 50, "a step says what is wrong"
+
+
+class OnEachRank(Schedule):
+    """A schedule that reads what differs between ranks."""
+
+    def __init__(self, fails: int | None = None) -> None:
+        self.fails = fails
+
+    def global_batch(self, now: Moment) -> int:
+        rank = int(os.environ["RANK"])
+        if rank == self.fails and now.samples >= 8:
+            raise RuntimeError("no idea")
+        return now.start * (1 + (now.samples >= 8 * (1 + rank)))
+
+
+def grow_on_each_rank(cfg: Any) -> tuple[list[float], list[str]]:
+    """The batches of a run, and what this rank warns of."""
+    said: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("torchtune_adaptive").addHandler(Kept(logging.WARNING))
+    records = run_ours("full", cfg)
+    return [record["global_batch_size"] for record in records], said
+
+
+def own(**settings: Any) -> dict[str, Any]:
+    schedule = {"_component_": f"{__name__}.OnEachRank", **settings}
+    return {**GROWING, "max_steps_per_epoch": 6, "epochs": 1, "batch_increase_function": schedule}
+
+
+@pytest.mark.runs
+def test_a_schedule_that_differs_between_ranks_is_found_and_that_of_rank_zero_counts(
+    tmp_path: Path,
+) -> None:
+    cfg = tiny_config("full", tmp_path, **own())
+    (batches, said), (_, beside) = run_ranks(grow_on_each_rank, 2, cfg, join=False, timeout=200)
+    assert batches == [4, 4, 4, 8], "asked before the third step"
+    for warned in (said, beside):
+        assert [each for each in warned if "ranks ([8, 4]); using rank 0's" in each], warned
+
+
+@pytest.mark.runs
+def test_a_schedule_that_fails_on_one_rank_ends_all_ranks(tmp_path: Path) -> None:
+    said = refused("BatchIncreaseError", "full", tmp_path, 2, **own(fails=1))
+    found = "OnEachRank, called with Moment(samples=8,"
+    assert found in said and "raised RuntimeError: no idea (on rank 1)" in said
 
 
 def test_steps_can_be_counted_ahead() -> None:

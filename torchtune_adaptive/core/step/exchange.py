@@ -69,6 +69,8 @@ class StepDone:
     """Means, over the same terms, of what the objective reports besides the loss."""
     alike: bool = True
     """Whether all ranks had the same fingerprint."""
+    asked: bool = False
+    """Whether a rank ``asks``."""
 
 
 StepOutcome = StepDone | StepLost
@@ -101,7 +103,8 @@ class Total(IntEnum):
     # Of these two, the ranks have the same only if the square of the sum is that of as many equal terms.
     FINGERPRINT = 10
     SQUARED_FINGERPRINT = 11
-    METRICS = 12
+    ASKED = 12
+    METRICS = 13
 
 
 @dataclass
@@ -135,6 +138,8 @@ class Exchange:
             norm, loss = torch.zeros_like(self.number), torch.zeros((), device=self.device)
             self._tell({Total.WEIGHT: 0.0, Total.LOSS: loss, Total.SQUARED_GRADIENT_NORM: norm})
         self.memory.end_step()  # what was before is of no step
+        self.asks = False
+        """Whether this rank asks all others to exchange something after the step."""
         self.follows_others = False
         """Whether the allocator has blocks of other sizes, as generation leaves them, before the step."""
         self.begin()
@@ -183,6 +188,8 @@ class Exchange:
         self.follows_others = False
         if self.stop_requested():
             told[Total.STOP] = 1.0
+        if self.asks:
+            told[Total.ASKED] = 1.0
         summed = self._over_ranks(told) if self.ranks.size > 1 else self._here(told)
         return None if summed[Total.FAILED] > 0 else self._unpacked(summed)
 
@@ -232,4 +239,5 @@ class Exchange:
             metrics=dict(zip(self.metrics, means, strict=True)),
             alike=self.ranks.size * summed[Total.SQUARED_FINGERPRINT]
             == summed[Total.FINGERPRINT] ** 2,
+            asked=summed[Total.ASKED] > 0,
         )

@@ -249,6 +249,10 @@ class TrainStep:
         """The stage that the step is in, or was in last."""
         return self._failures.stage
 
+    def ask(self, on: bool) -> None:
+        """Say in the next step whether this rank asks all others to exchange something after it."""
+        self._exchange.asks = on
+
     def survive_errors(self, on: bool) -> None:
         """Discard the step that begins, too, where the model or the caller's functions raise an error."""
         self._failures.survives_errors = on and self.options.survive

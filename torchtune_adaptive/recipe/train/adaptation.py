@@ -52,6 +52,10 @@ class Adaptation:
         )
         return self._follow(self.growth.before_step(moment), number)
 
+    def agree(self, samples: int, number: int) -> bool:
+        """Do what the user's schedule wants before step ``number``; whether the batch has changed."""
+        return self._follow(self.growth.agree(samples), number)
+
     def _follow(self, grown: Grown | None, number: int) -> bool:
         if grown is not None:
             self.events.grown(grown.before, grown.after, grown.samples, number, grown.reason)

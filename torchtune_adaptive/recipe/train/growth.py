@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +59,10 @@ class Growth:
         self.split = start
         self.schedule = grow if isinstance(grow, Schedule) else None
         self._function = None if isinstance(grow, Schedule) else grow
+        self._is_ours = type(grow).__module__ == Schedule.__module__
+        self._asked: Moment | None = None
+        self._answer = 0, ""
+        self._differed = False
         self._past_memory = past_memory
         self._samples = samples
         self._ranks = ranks
@@ -76,7 +81,11 @@ class Growth:
         if self._function is None:
             return None
         current = self.split.global_batch // self._unit
-        increment = self._ask_all_ranks(self._function, epoch, current)
+        increment = self._agreed(
+            _answer(self._function, epoch, current),
+            f"epoch {epoch} and batch size {current}",
+            "how much to add to the batch size: a whole number, 0 or more",
+        )
         if increment == 0:
             return None
         wanted = (current + increment) * self._unit
@@ -90,16 +99,32 @@ class Growth:
         return self._change(wanted, samples)
 
     def before_step(self, now: Moment) -> Grown | None:
-        """Ask the schedule; what has changed, if anything has."""
+        """Ask the schedule; what has changed, if anything has. One of the user's own changes nothing yet: it
+        may not say the same on all ranks."""
         if self.schedule is None:
             return None
-        return self._change(self.schedule.global_batch(now), now.samples)
+        self._asked, self._answer = now, _answer(self.schedule.global_batch, now)
+        return self._change(self._answer[0], now.samples) if self._is_ours else None
+
+    @property
+    def asks(self) -> bool:
+        """Whether this rank has something to say about the batch, which all hear of as the step ends."""
+        wanted, trouble = self._answer
+        more = self._usable(wanted) > self.split.global_batch
+        return not self._is_ours and (more or bool(trouble))
+
+    def agree(self, samples: int) -> Grown | None:
+        """Do what the user's schedule wants, after a step in which a rank ``asks``; on all ranks."""
+        must = "the rows of a step over all ranks: a whole number"
+        return self._change(self._agreed(self._answer, f"{self._asked}", must), samples)
+
+    def _usable(self, wanted: int) -> int:
+        most = self._samples if self._past_memory else min(self._samples, self._most)
+        # Equal shares, of the ranks that the run began with.
+        return min(wanted, most) // self._first[2] * self._first[2]
 
     def _change(self, wanted: int, samples: int) -> Grown | None:
-        most = self._samples if self._past_memory else min(self._samples, self._most)
-        global_batch = min(wanted, most)
-        # Equal shares, of the ranks that the run began with.
-        global_batch -= global_batch % self._first[2]
+        global_batch = self._usable(wanted)
         if global_batch <= self.split.global_batch:  # a batch never shrinks
             return None
         before, start = self.split, self.start
@@ -111,28 +136,23 @@ class Growth:
     def grows(self) -> bool:
         return self.schedule is not None or self._function is not None
 
-    def _ask_all_ranks(self, function: IncreaseFunction, epoch: int, current: int) -> int:
-        """The function's answer on rank 0, once it is sure that every rank got one."""
-        try:
-            answer: Any = function(epoch, current)
-            trouble = _trouble(answer)
-        except Exception as error:
-            answer, trouble = None, f"raised {type(error).__name__}: {error}"
-        answers = self._ranks.gather((None if trouble else int(answer), trouble))
+    def _agreed(self, answer: tuple[int, str], asked: str, must: str) -> int:
+        """The answer of rank 0, once it is sure that every rank got one."""
+        asking = _name(self.schedule or self._function)
+        answers = self._ranks.gather(answer)
         for rank, (_, trouble) in enumerate(answers):
             if trouble:
                 raise BatchIncreaseError(
-                    f"batch_increase_function {_name(function)}, called with epoch {epoch} and batch size "
-                    f"{current}, {trouble} (on rank {rank}). It must return how much to add to the batch "
-                    "size: a whole number, 0 or more."
+                    f"batch_increase_function {asking}, called with {asked}, {trouble} (on rank {rank}). It "
+                    f"must return {must}."
                 )
-        increments = [increment for increment, _ in answers]
-        if len(set(increments)) > 1:
+        wanted = [number for number, _ in answers]
+        if len(set(wanted)) > 1 and not self._differed:
+            self._differed = True
             log.warning(
-                f"{_name(function)} returned different values on different ranks ({increments}); "
-                "using rank 0's."
+                f"{asking} returned different values on different ranks ({wanted}); using rank 0's."
             )
-        return increments[0] or 0
+        return wanted[0]
 
     # --- ahead, and afterwards ------------------------------------------------------------------------
 
@@ -156,6 +176,7 @@ class Growth:
                 used += future.split.global_batch
                 samples += future.split.global_batch
                 steps += 1
+                future._change(future._answer[0], samples)
         return steps
 
     def state(self) -> GrowthState:
@@ -183,14 +204,15 @@ def _parts(split: Split) -> tuple[int, int, int]:
     return split.micro_batch, split.accumulation, split.ranks
 
 
-def _trouble(answer: Any) -> str | None:
-    if isinstance(answer, bool) or not isinstance(answer, (int, float)):
-        return f"returned {answer!r}, which is not a whole number"
-    if not math.isfinite(answer) or answer != math.floor(answer):
-        return f"returned {answer!r}, which is not a whole number"
-    if answer < 0:
-        return f"returned {answer!r}: a batch never shrinks"
-    return None
+def _answer(ask: Callable[..., Any], *given: Any) -> tuple[int, str]:
+    """The number that is the answer, and what is wrong with it."""
+    try:
+        answer = ask(*given)
+    except Exception as error:
+        return 0, f"raised {type(error).__name__}: {error}"
+    if isinstance(answer, bool) or not isinstance(answer, (int, float)) or answer % 1:
+        return 0, f"returned {answer!r}, which is not a whole number"
+    return int(answer), "" if answer >= 0 else f"returned {answer!r}: a batch never shrinks"
 
 
 def _name(asking: object) -> str:

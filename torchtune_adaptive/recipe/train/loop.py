@@ -193,6 +193,7 @@ class TrainingLoop:
     def _step(self, epoch: int) -> StepDone:
         adaptation, split, rows = self.adaptation, self.adaptation.split, self._rows
         self.before_step(self.global_step + 1)
+        self.runner.step.ask(adaptation.growth.asks)
         outcome = self.runner.run(self._micro_batches, self.global_step + 1, self._adjusted)
         rows.advance(split.global_batch)
         self.global_step += 1
@@ -217,6 +218,8 @@ class TrainingLoop:
             more,
             rows.spent if isinstance(rows, RolloutRows) else None,
         )
+        if outcome.asked and adaptation.agree(self.samples, self.global_step + 1):
+            self._begin_batch()
         return outcome
 
     def _micro_batches(self, size: int) -> Iterator[Batch]:
