@@ -11,17 +11,16 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 from torchtune import config
-from torchtune.training.checkpointing import _checkpointer
 
+from torchtune_adaptive.common import durable
 from torchtune_adaptive.core import Watchdog
 from torchtune_adaptive.recipe.train import attempts as attempts_module
 
@@ -33,9 +32,9 @@ _OPERATIONS = frozenset(
 def before_each_operation(act: Callable[[Path | None], object]) -> None:
     """Call ``act`` before each operation on files of this process, for as long as it lives.
 
-    What Python does is seen by what it reports to audit hooks, which cannot be removed again. What is written
-    by torch and safetensors counts twice: before it is written, and when half of it has been; ``act`` is
-    called with the path of that file then.
+    What Python does is seen by what it reports to audit hooks, which cannot be removed again. A file that a
+    ``durable.Writer`` writes counts twice: before it is written, and when half of it has been; ``act`` is
+    called with its path then.
     """
     acting = threading.local()
 
@@ -47,14 +46,12 @@ def before_each_operation(act: Callable[[Path | None], object]) -> None:
             finally:
                 acting.now = False
 
-    def in_halves(save: Callable[..., Any]) -> Callable[..., Any]:
-        def save_and_call(content: Any, file: Any, **settings: Any) -> None:
-            call()
-            save(content, file, **settings)
-            if isinstance(file, (str, Path)):
-                call(Path(file))
-
-        return save_and_call
+    @contextmanager
+    def create_and_call(writer: durable.Writer, path: Path) -> Iterator[Any]:
+        call()
+        with create(writer, path) as file:
+            yield file
+            call(path)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_ACCMODE
@@ -66,8 +63,7 @@ def before_each_operation(act: Callable[[Path | None], object]) -> None:
         fsync(descriptor)
 
     fsync, os.fsync = os.fsync, flush
-    torch.save = in_halves(torch.save)
-    _checkpointer.save_file = in_halves(_checkpointer.save_file)
+    create, durable.Writer.create = durable.Writer.create, create_and_call  # type: ignore[method-assign]
     sys.addaudithook(hook)
 
 
@@ -166,6 +162,114 @@ class Copies:
         self.states.append(state)
         if self.kept.setdefault(state, copy) is not copy:
             shutil.rmtree(copy)
+
+
+Operation = tuple[str, Path, Path | None]
+"""What is done with a path: ``write``, for opened to be written, ``make``, ``rename`` to the other one,
+``flush`` or ``remove``; or ``end``: what was saved is to last from here on."""
+
+
+def record_operations() -> list[Operation]:
+    """The operations on files and folders of this process from now on, for as long as it lives."""
+    operations: list[Operation] = []
+    names = {
+        **{"os.mkdir": "make", "os.symlink": "make", "os.rename": "rename"},
+        **{"os.remove": "remove", "os.rmdir": "remove", "shutil.rmtree": "remove"},
+    }
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str) and arguments[2] & os.O_ACCMODE:
+            operations.append(("write", Path(arguments[0]), None))
+        elif event in names and (event == "shutil.rmtree" or arguments[-1] in (-1, None)):
+            first, second, *_ = (*arguments, None)
+            if event == "os.symlink":
+                first, second = second, None
+            renamed = Path(second) if event == "os.rename" else None
+            if names[event] != "make" or not os.path.lexists(first):
+                operations.append((names[event], Path(first), renamed))
+
+    def flush(descriptor: int) -> None:
+        fsync(descriptor)
+        operations.append(("flush", Path(os.readlink(f"/proc/self/fd/{descriptor}")), None))
+
+    fsync, os.fsync = os.fsync, flush
+    sys.addaudithook(hook)
+    return operations
+
+
+class _Lasting:
+    """What a machine that loses power has of the files of a process, by its operations.
+
+    A file has its content once it is flushed, and a name, of a file or a folder, once its folder is.
+    """
+
+    def __init__(self) -> None:
+        self.unwritten: set[Path] = set()
+        """Files of which what was written may be lost."""
+        self.unnamed: set[Path] = set()
+        """Paths that may not be there."""
+
+    def follow(self, operation: Operation) -> None:
+        kind, path, other = operation
+        if kind == "flush":
+            self.unwritten.discard(path)
+            self.unnamed -= {each for each in self.unnamed if each.parent == path}
+        elif kind == "remove":
+            for paths in (self.unwritten, self.unnamed):
+                paths -= within(path, paths)
+        elif kind == "rename" and other is not None:
+            for paths in (self.unwritten, self.unnamed):
+                moved = within(path, paths)
+                paths -= moved | within(other, paths)
+                paths |= {other / each.relative_to(path) for each in moved}
+            self.unnamed.add(other)
+        elif kind in ("make", "write"):
+            self.unnamed.add(path)
+            if kind == "write":
+                self.unwritten.add(path)
+
+    def lost(self, path: Path) -> set[Path]:
+        """What may be lost of a path, of what is in it, and of the folders that it is in."""
+        above = {each for each in self.unnamed if path.is_relative_to(each)}
+        return above | within(path, self.unwritten | self.unnamed)
+
+
+def within(folder: Path, paths: Iterable[Path]) -> set[Path]:
+    """The paths that are this one or below it."""
+    return {each for each in paths if each.is_relative_to(folder)}
+
+
+def what_power_may_take(operations: Sequence[Operation], out: Path) -> list[str]:
+    """What may be missing of the checkpoints in an output folder if the machine loses power at any moment.
+
+    A manifest is there only after the files that it lists; a checkpoint, only after all that is in it; and
+    what it supersedes goes only after it is there.
+    """
+    lasting, found, newest, sealed = _Lasting(), list[str](), out, set[Path]()
+
+    def require(what: str, lost: Iterable[Path]) -> None:
+        found.extend(f"{what}: {each}" for each in lost)
+
+    for operation in operations:
+        kind, path, other = operation
+        if other is not None and other.name == durable.MANIFEST:
+            staged, beside = other.parent, path.parent
+            below = within(staged, lasting.unnamed) - within(beside, lasting.unnamed)
+            listed = {each for each in below if each != staged and each.parent != staged}
+            require("a manifest", within(staged, lasting.unwritten) | listed)
+            sealed.add(staged)
+        elif other is not None and path.parent == out / ".saving" and other.parent == out:
+            require("a checkpoint", lasting.lost(path))
+            newest = other
+            sealed.discard(path)
+        elif kind in ("rename", "remove") and path.is_relative_to(out):
+            if (kept := path.relative_to(out).parts[:1]) and "epoch_" in kept[0]:
+                staged = out / ".saving" / kept[0]
+                require("what replaces it", lasting.lost(staged if staged in sealed else newest))
+        elif kind == "end":
+            require("the end", lasting.lost(newest) | lasting.lost(out / "recipe_state"))
+        lasting.follow(operation)
+    return found
 
 
 def _listed(folder: Path) -> set[tuple[str, int]]:

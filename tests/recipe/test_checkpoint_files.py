@@ -17,7 +17,13 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.helpers.killing import Copies, Fault, in_child
+from tests.helpers.killing import (
+    Copies,
+    Fault,
+    in_child,
+    record_operations,
+    what_power_may_take,
+)
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.common import durable
 from torchtune_adaptive.common.durable import MANIFEST
@@ -92,8 +98,11 @@ def test_a_copy_where_there_are_no_symbolic_links(
 
 KILLED_SAVES: dict[str, tuple[list[str], str]] = {
     "the first": ([], "epoch_0"),
-    "mid-epoch, which removes the one before": (["epoch_0_step_2"], "epoch_0_step_4"),
-    "an epoch, whose state replaces an older one": (["epoch_0"], "epoch_1"),
+    "mid-epoch, which removes an older one": (
+        ["epoch_0_step_2", "epoch_0_step_4"],
+        "epoch_0_step_6",
+    ),
+    "an epoch, whose state replaces an older one": (["epoch_0", "epoch_1"], "epoch_2"),
     "under the name of an older one": (["epoch_0", "epoch_0_step_2"], "epoch_0"),
 }
 
@@ -180,18 +189,47 @@ def test_a_disk_that_fails_at_any_operation_of_a_save(
     assert in_child(save_and_fail) == 0
 
 
-def test_superseded_checkpoints_as_torchtune_does(tmp_path: Path) -> None:
+def test_what_outlives_a_loss_of_power(tmp_path: Path) -> None:
+    """The order of operations; each single flush is needed, those of new folders above included."""
+    out = tmp_path / "above" / "out"
+
+    def save_and_record() -> None:
+        operations = record_operations()
+        CheckpointFolder(out).require_usable()
+        for name in ("epoch_0_step_2", "epoch_0", "epoch_1", "epoch_2", "epoch_2"):
+            save(CheckpointFolder(out), name)
+            operations.append(("end", out, None))
+        assert what_power_may_take(operations, out) == []
+        second = operations.index(("end", out, None))  # the first has other folders to make
+        flushes = [
+            at
+            for at, (kind, path, _) in enumerate(operations)
+            if kind == "flush" and (at > second or path in out.parents)
+        ]
+        assert len(flushes) > 40
+        for at in flushes:
+            without = operations[:at] + operations[at + 1 :]
+            assert what_power_may_take(without, out), operations[at]
+
+    assert in_child(save_and_record) == 0
+
+
+def test_by_default_two_can_be_resumed_from_and_the_weights_of_epochs_stay(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     save(folder, "epoch_0_step_2")
     save(folder, "epoch_0_step_4")
-    assert not (tmp_path / "epoch_0_step_2").exists()
+    assert names(tmp_path) == {"epoch_0_step_2", "epoch_0_step_4", "recipe_state"}
     save(folder, "epoch_0")
-    save(folder, "epoch_1_step_6")
-    assert names(tmp_path) == {"epoch_0", "epoch_1_step_6", "recipe_state"}
-    assert names(tmp_path / "epoch_0") == {WEIGHTS, "original", MANIFEST}, "its state has gone"
+    assert names(tmp_path) == {"epoch_0_step_4", "epoch_0", "recipe_state"}
+    at = save(folder, "epoch_1_step_6")
+    os.truncate(at / WEIGHTS, 3)
+    name, (skipped,) = newest(tmp_path)
+    assert name == "epoch_0" and skipped.startswith(f"epoch_1_step_6 ({WEIGHTS} is truncated")
     save(folder, "epoch_1")
+    assert names(tmp_path) == {"epoch_0", "epoch_1_step_6", "epoch_1", "recipe_state"}
+    assert names(tmp_path / "epoch_0") == {WEIGHTS, "original", MANIFEST}, "its state has gone"
     save(folder, "epoch_2", resumable=False)
-    assert names(tmp_path) == {"epoch_0", "epoch_1", "epoch_2", "recipe_state"}
+    assert names(tmp_path) == {"epoch_0", "epoch_1_step_6", "epoch_1", "epoch_2", "recipe_state"}
     skipped = "epoch_2 (it is the end of a run, saved without its recipe state)"
     assert newest(tmp_path) == ("epoch_1", [skipped])
     assert (tmp_path / "recipe_state" / STATE).read_text() == "state epoch_1"

@@ -2,20 +2,21 @@
 
 A folder of a checkpoint is written under another name on the same filesystem, sealed (every file flushed to
 disk, a manifest with sizes and checksums written last), and published by one rename. What it replaces is
-removed afterward.
+removed afterward. Large files are hashed while they are written, so the manifest says what was to be there.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ MANIFEST = ".checkpoint.json"
 
 _FORMAT = 1
 _READERS = 4  # files that are read at once; hashing releases the GIL
+_PIECE = 1 << 20  # bytes that are written and hashed together, and stay in the processor's cache
 
 
 class Damaged(Exception):
@@ -47,19 +49,85 @@ class Manifest:
     files: Files
 
 
-def flushed(folder: Path, paths: Iterable[Path], *, flush: bool = True) -> Files:
-    """Flush files in ``folder`` to disk; what a manifest says of them.
+class HashedFile(io.RawIOBase):
+    """A new file that hashes what is written to it. It raises errors of the disk only when it is closed.
+
+    Some come only then, and only to the descriptor that wrote: of quotas, and of network filesystems. Earlier
+    ones wait, because torch makes others of them, which do not say what is wrong with the disk.
 
     Args:
-        flush: whether they are to outlive the machine, and not only this process.
+        flush: whether it is to outlive the machine, and not only this process.
     """
-    paths = sorted(paths)
-    with ThreadPoolExecutor(_READERS) as pool:
-        checksums = list(pool.map(partial(_flush_and_hash, flush=flush), paths))
-    return {
-        path.relative_to(folder).as_posix(): (path.stat().st_size, checksum)
-        for path, checksum in zip(paths, checksums, strict=True)
-    }
+
+    def __init__(self, path: Path, *, flush: bool = True) -> None:
+        self.size = 0
+        self._path, self._flush, self._hash = path, flush, hashlib.sha256()
+        self._problem: OSError | None = None
+        self._file = self._try(open, path, "wb", 0)
+
+    @property
+    def checksum(self) -> str:
+        return self._hash.hexdigest()
+
+    def tell(self) -> int:
+        return self.size
+
+    def write(self, content: Any) -> int:
+        content = memoryview(content).cast("B")
+        for start in range(0, len(content), _PIECE):
+            piece = content[start : start + _PIECE]
+            self._hash.update(piece)
+            while self._problem is None and len(piece):
+                piece = piece[self._try(self._file.write, piece) :]
+        self.size += len(content)
+        return len(content)
+
+    def close(self) -> None:
+        """Flush and close it, and raise the first ``OSError`` that there has been."""
+        if self.closed:
+            return
+        super().close()
+        if self._problem is None and self._flush:
+            self._try(os.fsync, self._file.fileno())
+        if self._file is not None:
+            self._try(self._file.close)
+        if self._problem is not None:
+            self._problem.filename = str(self._path)
+            raise self._problem
+
+    def _try(self, work: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return work(*given)
+        except OSError as error:
+            self._problem = self._problem or error
+
+
+class Writer:
+    """Writes files, and knows what is in them, whatever they are called later.
+
+    Args:
+        flush: whether they are to outlive the machine.
+    """
+
+    def __init__(self, *, flush: bool = True) -> None:
+        self._flush = flush
+        self._written: dict[Path | tuple[int, ...], tuple[int, str]] = {}
+
+    @contextmanager
+    def create(self, path: Path) -> Iterator[Any]:
+        """A ``HashedFile``. It is on disk when the context ends, which raises what the disk has said."""
+        with HashedFile(path, flush=self._flush) as file:
+            yield file
+        written = file.size, file.checksum
+        self._written |= {path: written, _identity(path): written}
+
+    def files(self, folder: Path, paths: Iterable[Path] | None = None) -> Files:
+        """What a manifest says of those that are in ``folder``, or have these paths there."""
+        return {
+            path.relative_to(folder).as_posix(): found
+            for path in (folder.rglob("*") if paths is None else paths)
+            if (found := self._written.get(path) or self._written.get(_identity(path)))
+        }
 
 
 def seal(
@@ -68,14 +136,20 @@ def seal(
     """Flush everything in ``folder`` to disk, and write its manifest last.
 
     Args:
-        known: the files that are on disk already, as ``flushed`` gives them.
-        flush: as there.
+        known: the files that are on disk already, as a ``Writer`` gives them. The others are read, and should
+            be small, or written by what raises errors of closing them, as Python does.
+        flush: whether they are to outlive the machine, and not only this process.
     """
-    (folder / MANIFEST).unlink(missing_ok=True)
-    known = known or {}
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    rest = [path for path in paths if path.relative_to(folder).as_posix() not in known]
-    files = known | flushed(folder, rest, flush=flush)
+    known, manifest = known or {}, folder / MANIFEST
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
+    rest = {
+        name: path
+        for name, path in paths.items()
+        if path.is_file() and path != manifest and name not in known
+    }
+    with ThreadPoolExecutor(_READERS) as pool:
+        read = pool.map(partial(_flush_and_hash, flush=flush), rest.values())
+        files = {**known, **dict(zip(rest, read, strict=True))}
     content = {
         "format": _FORMAT,
         **facts,
@@ -87,7 +161,7 @@ def seal(
     for below in folder.rglob("*"):
         if below.is_dir() and flush:
             _flush_folder(below)
-    with atomically(folder / MANIFEST, flush=flush) as temporary:
+    with atomically(manifest, flush=flush) as temporary:
         temporary.write_bytes(json.dumps(content, indent=1).encode())
 
 
@@ -101,7 +175,7 @@ def atomically(path: Path, *, flush: bool = True) -> Iterator[Path]:
     Args:
         flush: whether that holds if the machine stops, too.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, flush=flush)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as private:
         temporary = Path(private) / path.name
         yield temporary
@@ -192,6 +266,7 @@ def publish(staged: Path, final: Path, trash: Path, *, flush: bool = True) -> No
     """
     if flush:
         _flush_folder(staged.parent)
+        _flush_folder(final.parent)  # which may have the folder of what is staged only now
     if final.is_dir():
         _move(final, trash)
     staged.rename(final)
@@ -208,7 +283,7 @@ def remove(folder: Path, trash: Path) -> None:
 
 def link(name: Path, target: Path) -> None:
     """Make ``name`` lead to ``target``, by one rename; a copy where the filesystem has no symbolic links."""
-    name.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(name.parent)
     beside = name.with_name(f"{name.name}.{uuid.uuid4().hex[:8]}")
     try:
         beside.symlink_to(os.path.relpath(target, name.parent))
@@ -223,10 +298,19 @@ def link(name: Path, target: Path) -> None:
 
 def require_writable(folder: Path) -> None:
     """Make the folder if need be, and raise ``OSError`` unless a small file can be published in it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     probe = folder / f".writable.{uuid.uuid4().hex[:8]}"
     write_durably(probe, b"?")
     probe.unlink()
+
+
+def make_folder(folder: Path, *, flush: bool = True) -> None:
+    """Make a folder, and those above it, if need be; flush the names of those that are new."""
+    if not folder.is_dir():
+        make_folder(folder.parent, flush=flush)
+        folder.mkdir(exist_ok=True)
+        if flush:
+            _flush_folder(folder.parent)
 
 
 def _move(folder: Path, trash: Path) -> None:
@@ -234,12 +318,18 @@ def _move(folder: Path, trash: Path) -> None:
     folder.rename(trash / f"{folder.name}.{uuid.uuid4().hex[:8]}")
 
 
-def _flush_and_hash(path: Path, flush: bool = True) -> str:
+def _identity(path: Path) -> tuple[int, ...]:
+    """What a file keeps that is renamed, and not changed."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _flush_and_hash(path: Path, flush: bool = True) -> tuple[int, str]:
     with path.open("rb") as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()
         if flush:
             os.fsync(file.fileno())
-    return checksum
+        return os.fstat(file.fileno()).st_size, checksum
 
 
 def _flush_folder(folder: Path) -> None:

@@ -25,7 +25,9 @@ from torchtune.training import OptimizerInBackwardWrapper
 from torchtune_adaptive.common import (
     CheckpointError,
     ConfigError,
+    durable,
     human_bytes,
+    saving_through,
 )
 from torchtune_adaptive.recipe import private
 from torchtune_adaptive.recipe.checkpoints.all_or_none import (
@@ -228,6 +230,28 @@ class Checkpoints:
 
         self._write(write, f"epoch_{name}")
 
+    def wait(self, seconds: float) -> bool:
+        """Wait so long for what this rank writes in the background; name what is lost. Whether nothing is."""
+        end = time.monotonic() + seconds
+        if named := ", ".join(self.unfinished):
+            log.warning(f"Waiting up to {seconds:g} s for {named}, which is being written.")
+        try:
+            return all(
+                each.is_done_within(max(0.0, end - time.monotonic())) for each in self._writers
+            )
+        finally:
+            if named := ", ".join(self.unfinished):
+                log.error(f"{named} is lost: it was still being written when the run ended.")
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The paths of what is being written in the background."""
+        return [path for each in self._writers for path in each.unfinished]
+
+    @property
+    def _writers(self) -> list[ShardedCheckpoints]:
+        return [each for each in (self._sharded, self._snapshots.writer) if each is not None]
+
     def close(self) -> None:
         """Leave what groups it has of its own, at the end of a run, and remove its snapshots."""
         self._snapshots.close()
@@ -365,7 +389,9 @@ class Checkpoints:
         in_background: bool,
     ) -> None:
         def begin() -> None:
-            torch.save(progress.training_state(), writer.folder.begin(staged) / TRAINING_STATE)
+            file = writer.folder.begin(staged) / TRAINING_STATE
+            with durable.Writer(flush=False).create(file) as opened:  # the seal flushes it
+                torch.save(progress.training_state(), opened)
 
         self._write(begin, staged, writer.folder, describe)
         state = {**progress.of_torchtune(), **self._trained(model, optimizers)}
@@ -434,19 +460,20 @@ class Checkpoints:
         self, name: str, parts: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]
     ) -> None:
         """Write and publish a checkpoint of what the checkpointer expects, on rank 0."""
-        staged = self._folder.begin(f"epoch_{name}")
-        self._checkpointer.save_checkpoint(
-            {**state, **parts},
-            epoch=name,
-            intermediate_checkpoint=bool(state),
-            adapter_only=self._weights.adapters_only,
-        )
+        staged, writer = self._folder.begin(f"epoch_{name}"), self._folder.writer()
+        with saving_through(writer.create):
+            self._checkpointer.save_checkpoint(
+                {**state, **parts},
+                epoch=name,
+                intermediate_checkpoint=bool(state),
+                adapter_only=self._weights.adapters_only,
+            )
         # torchtune 0.6.1 keeps the state there, its main branch with the weights.
         beside = self._folder.staging / "recipe_state"
         if state and not (staged / STATE).exists():
             (beside / STATE).rename(staged / STATE)
         shutil.rmtree(beside, ignore_errors=True)
-        self._folder.publish(staged.name, facts)
+        self._folder.publish(staged.name, facts, writer.files(staged))
 
     def _write(
         self,
@@ -468,7 +495,8 @@ class Checkpoints:
 
     def _unwritable(self, name: str, error: BaseException) -> str:
         """The message about a checkpoint that is not there; asked for before its space is given back."""
-        newest, why = self._folder.newest_name(), f"{reason(error)}{self._free()}"
+        staged, why = self._folder.staging / name, f"{reason(error)}{self._free()}"
+        newest = str(staged) if self._folder.is_complete(staged) else self._folder.newest_name()
         last = f"The last one is {newest}" if newest else "There is no earlier checkpoint"
         again = "resume with resume_from_checkpoint=True" if newest else "start again"
         return (

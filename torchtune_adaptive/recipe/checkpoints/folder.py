@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,17 +216,16 @@ class CheckpointFolder:
         with suppress(OSError):  # unless another one is being written there
             self.staging.rmdir()
 
-    def flushed(self, name: str, files: str) -> durable.Files:
-        """The files of a pattern in the staged folder of a checkpoint, for ``publish``; on any rank."""
-        folder = self.staging / name
-        return durable.flushed(folder, folder.glob(files), flush=self._flush)
+    def writer(self) -> durable.Writer:
+        """What writes files of a checkpoint, and knows them for ``publish``; on any rank."""
+        return durable.Writer(flush=self._flush)
 
     def abandon(self, name: str) -> None:
         """Give back the disk space of a checkpoint that could not be written.
 
         One that is complete, and could not be published only, stays: that is done when the run is resumed.
         """
-        if not self._is_complete(self.staging / name):
+        if not self.is_complete(self.staging / name):
             shutil.rmtree(self.staging / name, ignore_errors=True)
         shutil.rmtree(self.staging / "recipe_state", ignore_errors=True)
         with suppress(OSError):  # not if anything else is in it
@@ -332,14 +331,15 @@ class CheckpointFolder:
         """Publish what was sealed when its run was killed; the names of what was not finished."""
         unfinished = []
         for staged in sorted(self.staging.glob("*epoch_*")):
-            if self._is_complete(staged):
+            if self.is_complete(staged):
                 self._put_in_place(staged)
             else:
                 unfinished.append(f"{staged.name} (its run ended while saving it)")
         return unfinished
 
     @staticmethod
-    def _is_complete(staged: Path) -> bool:
+    def is_complete(staged: Path) -> bool:
+        """Whether a staged checkpoint only has to be published, as it is when the run is resumed."""
         try:
             manifest = Checkpoint.read(staged).manifest
             assert manifest is not None
@@ -366,8 +366,14 @@ class CheckpointFolder:
         return found
 
 
-def take_output_folders(asked: Asked, ranks: Ranks, until_exit: ExitStack) -> None:
-    """Keep other runs out of the folders that this one writes to, until the context ends.
+def take_output_folders(
+    asked: Asked,
+    ranks: Ranks,
+    until_exit: ExitStack,
+    waits: Callable[[float], object] = lambda _: None,
+) -> None:
+    """Keep other runs out of the folders that this one writes to, until the context ends; for ``waits`` see
+    ``FolderLock``.
 
     Raises:
         CheckpointError: on all ranks, if one cannot be written to, or another run is using it.
@@ -379,7 +385,7 @@ def take_output_folders(asked: Asked, ranks: Ranks, until_exit: ExitStack) -> No
             CheckpointFolder(folder).require_usable()
         try:
             for folder in folders:
-                until_exit.callback(FolderLock(folder).release)
+                until_exit.callback(FolderLock(folder, waits).release)
         except FolderInUse as error:
             raise CheckpointError(
                 f"{error}. Wait until it has ended, or set output_dir to another folder."

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from pickle import UnpicklingError
+from threading import Thread
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint import (
     SavePlanner,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchtune_adaptive.common import CheckpointError, durable
@@ -80,9 +82,9 @@ class ShardedCheckpoints:
         )
         # A thread in the background runs collectives, which must not meet those of training.
         self._in_thread = AllOrNone(all_or_none.ranks.in_a_thread(LONGEST_SAVE))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._stager: DefaultStager | None = None
         self._running: Future[None] | None = None
+        self._name = ""  # of what it writes
         # Rank 0 plans once who writes what, as that may take a minute. torch keeps plans by the name of the
         # planner's class, and other runs in this process have others.
         self._planner = type(f"Planner{next(_planners)}", (DefaultSavePlanner,), {})
@@ -115,16 +117,24 @@ class ShardedCheckpoints:
         except CheckpointError:
             self._abandon(name)
             raise
-        self._running = self._thread.submit(self._write_and_log, name, staged, facts, describe)
+        self._name, self._running = name, Future()
+        arguments = (self._running, name, staged, facts, describe)
+        # Not one that Python waits for at its end, where the next rank or the disk may never answer.
+        Thread(target=self._write_and_log, args=arguments, name="checkpoints", daemon=True).start()
 
     @property
     def is_writing(self) -> bool:
         """Whether there is something to ``finish``."""
         return self._running is not None
 
-    def is_done_within(self, seconds: float) -> bool:
-        """Wait for what is being written, but not for long; whether there is nothing to wait for any more."""
+    def is_done_within(self, seconds: float | None) -> bool:
+        """Wait so long for what is being written; whether there is nothing to wait for any more."""
         return self._running is None or not wait([self._running], seconds).not_done
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The path of what is being written, if anything is."""
+        return [] if self.is_done_within(0.0) else [str(self.folder.path / self._name)]
 
     @property
     def has_copy(self) -> bool:
@@ -138,8 +148,8 @@ class ShardedCheckpoints:
             self._all.raise_if_any(problem, str)
 
     def close(self) -> None:
-        """End the thread and leave the group of its own, at the end of a run."""
-        self._thread.shutdown()
+        """Leave the group of its own once nothing is being written, at the end of a run."""
+        self.is_done_within(None)
         if self._stager is not None:
             self._stager.close()
         self._in_thread.ranks.close()
@@ -153,14 +163,13 @@ class ShardedCheckpoints:
         """
         ranks = self._in_thread.ranks
 
-        def read() -> None:
-            try:
-                reader = Reader(folder, lambda names: fetch(names, ranks) if fetch else None)
-                dcp.load(state, storage_reader=reader, planner=Planner(), process_group=ranks.group)
-            except (CheckpointException, UnpicklingError) as error:  # the first is no Exception
-                raise CheckpointError(f"{folder}: cannot be loaded ({reason(error)}).") from None
+        def unloadable(error: BaseException) -> str:
+            return f"{folder}: cannot be loaded ({reason(error)})."
 
-        self._all.read(read)
+        with self._all.together(unloadable, Exception):
+            reader = Reader(folder, lambda names: fetch(names, ranks) if fetch else None)
+        with self._all.together(unloadable, (Exception, CheckpointException)):
+            dcp.load(state, storage_reader=reader, planner=Planner(), process_group=ranks.group)
 
     def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy in host memory, which stays for the next one."""
@@ -202,25 +211,27 @@ class ShardedCheckpoints:
             self._abandon(name)
             raise
 
-    def _write_and_log(self, *arguments: Any) -> None:
+    def _write_and_log(self, done: Future[None], *arguments: Any) -> None:
         """The same in the thread, whose error is raised at the next save, but should be known now."""
         try:
             self._write(*arguments)
         except BaseException as error:
             self._failed(str(error))
-            raise
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     def _written(
         self, name: str, state: dict[str, Any], describe: Callable[[BaseException], str]
     ) -> list[durable.Files]:
         """The files of each rank, written and on disk."""
-        folder = self.folder.staging / name
-        problem: CheckpointException | None = None
+        folder, writer = self.folder.staging / name, self.folder.writer()
+        files, problem = _Files(writer), None
         left: str | None = None
         try:
             dcp.save(
                 state,
-                storage_writer=_Writer(folder, thread_count=_WRITERS, sync_files=False),
+                storage_writer=_Writer(folder, files),
                 planner=self._planner(enable_plan_caching=True),
                 process_group=self._in_thread.ranks.group,
             )
@@ -234,10 +245,9 @@ class ShardedCheckpoints:
             self._in_thread.ranks.close()
             raise CheckpointError(left)
         with self._in_thread.together(describe, (OSError, CheckpointException)):
-            if problem is not None:
-                raise problem
-            # Each rank reads what it has written, which is still in memory.
-            mine = self.folder.flushed(name, f"__{self._all.ranks.rank}_*")
+            if cause := files.problem or problem:
+                raise cause
+            mine = writer.files(folder, folder.glob(f"__{self._all.ranks.rank}_*"))
         return self._in_thread.gather(mine)
 
     def _publish(
@@ -258,8 +268,29 @@ class ShardedCheckpoints:
             self.folder.abandon(name)
 
 
+class _Files(FileSystem):
+    """torch's files, hashed while they are written. It keeps the first error: torch's threads print theirs,
+    and torch 2.13 loses them."""
+
+    def __init__(self, writer: durable.Writer) -> None:
+        self._writer = writer
+        self.problem: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        try:
+            with self._writer.create(Path(path)) as file:
+                yield file
+        except OSError as error:
+            self.problem = self.problem or error
+
+
 class _Writer(FileSystemWriter):
     """torch's writer, which also fails if one of its threads does: torch 2.13 loses their exceptions."""
+
+    def __init__(self, folder: Path, files: FileSystem) -> None:
+        super().__init__(folder, thread_count=_WRITERS, sync_files=False)
+        self.fs = files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         written = super().write_data(plan, planner)

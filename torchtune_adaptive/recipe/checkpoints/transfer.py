@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from torchtune_adaptive.common import durable
 
 SILENCE = 60.0
 """Seconds that a rank waits for another one's next piece."""
@@ -128,23 +129,15 @@ def _arriving(files: Sequence[Sent], into: Path, arrived: set[str]) -> Iterator[
     """Where the next piece of files that arrive is to be put, each of which is written when the next one is
     asked for. The names of those that are whole are added to ``arrived``."""
     for each in files:
-        path, checksum, is_written = into / each.name, hashlib.sha256(), True
-        try:
-            path.write_bytes(b"")
-        except OSError:
-            is_written = False
+        file = durable.HashedFile(into / each.name, flush=False)
         for start in range(0, each.size, _PIECE):
             piece = torch.empty(min(_PIECE, each.size - start), dtype=torch.uint8)
             yield piece
-            checksum.update(piece.numpy().data)
-            try:
-                if is_written:
-                    with path.open("ab") as file:
-                        file.write(piece.numpy().data)
-            except OSError:
-                is_written = False
-        if is_written and checksum.hexdigest() == each.checksum:
-            arrived.add(each.name)
-        else:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+            file.write(piece.numpy().data)
+        with suppress(OSError):
+            file.close()
+            if file.checksum == each.checksum:
+                arrived.add(each.name)
+                continue
+        with suppress(OSError):
+            (into / each.name).unlink(missing_ok=True)

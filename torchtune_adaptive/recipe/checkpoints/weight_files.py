@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torchtune import training
 
-from torchtune_adaptive.common import durable
+from torchtune_adaptive.common import durable, saving_through
 from torchtune_adaptive.recipe import private
 from torchtune_adaptive.recipe.checkpoints.all_or_none import AllOrNone
 from torchtune_adaptive.recipe.checkpoints.gathering import weights_in_files
@@ -123,19 +123,21 @@ class WeightFiles:
     def _write_one(self, folder: Path, parts: dict[str, Any], file: int) -> Written:
         """Write a file; with the first one, what else is in a checkpoint."""
         beside, epoch = folder / f".{file}", folder.name.removeprefix("epoch_")
-        writer = private.writing_one_file(self._checkpointer, beside)
-        writer.save_checkpoint(parts, epoch=epoch)
+        checkpointer = private.writing_one_file(self._checkpointer, beside)
+        writer = durable.Writer()
+        with saving_through(writer.create):
+            checkpointer.save_checkpoint(parts, epoch=epoch)
         staged = beside / folder.name
         [index] = staged.glob(_INDEX)
         content = json.loads(index.read_text())
         [alone] = set(content["weight_map"].values())
         name = alone.replace("00001-of-00001", f"{file + 1:05}-of-{self.count:05}")
-        (staged / alone).rename(folder / name)
+        here = [(staged / alone).rename(folder / name)]
         for each in staged.iterdir() if file == 0 else ():
-            each.rename(folder / each.name)
+            here.append(each.rename(folder / each.name))
         shutil.rmtree(beside)
         return Written(
-            durable.flushed(folder, [folder / name]),
+            writer.files(folder, here),
             dict.fromkeys(content["weight_map"], name),
             content["metadata"]["total_size"],
         )
