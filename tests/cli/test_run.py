@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.helpers import restarted
 from tests.helpers.killing import Fatal
@@ -24,6 +27,7 @@ from tests.helpers.runs import (
     start,
     undisturbed,
 )
+from torchtune_adaptive.cli import run_command
 from torchtune_adaptive.cli.elastic import Devices, bounds
 from torchtune_adaptive.common import ConfigError
 
@@ -59,6 +63,45 @@ def test_a_gpu_that_has_failed_is_taken_where_there_would_be_too_few() -> None:
     assert devices.chosen("01") == [*"01"]
     with pytest.raises(ConfigError, match="asks for 2 GPUs or more, and 1 work"):
         devices.chosen("0")
+
+
+SAYS = "rank 1 has sent no sign of life for 45 s, and this rank waits for it in 'step 3'"
+
+
+@pytest.mark.parametrize(
+    ("first", "said", "left_out"),
+    [
+        (0, SAYS, "1"),
+        (2, "RankLost: lost rank 1 (silent; its last sign came from 'step 3') while", "1"),
+        (1, None, "1"),
+        (1, "ConfigError: headroom: 2 is not valid", None),
+    ],
+    ids=["hangs", "is lost", "fails", "says its own reason"],
+)
+def test_a_gpu_is_left_out_whose_rank_fails_or_is_named_by_the_others(
+    first: int,
+    said: str | None,
+    left_out: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "error.json"
+    if said is not None:
+        message = {"message": said, "extraInfo": {"timestamp": "1"}}
+        file.write_text(json.dumps({"message": message}))
+    started: list[str] = []
+
+    def fail(asked: argparse.Namespace, *_: object) -> None:
+        started.append(asked.nproc_per_node)
+        raise ChildFailedError("recipe", {first: ProcessFailure(first, 9, 70, str(file))})
+
+    monkeypatch.setattr(run_command, "_launch", fail)
+    monkeypatch.setattr(run_command, "_choose_start_method", lambda *_: None)
+    options = ["--elastic", "--nproc_per_node", "1:3", "--max-restarts", "2", RECIPE]
+    asked = run_command._parser().parse_args([*options, "--config", "tiny/full"])
+    with pytest.raises(ChildFailedError):
+        run_command._run_elastic(asked, RECIPE, asked.training_script_args)
+    assert started == ["3", "3", "2" if left_out else "3"]
 
 
 @pytest.mark.parametrize(
@@ -232,15 +275,15 @@ def launched(
     """A run of ours, of which nothing is left."""
     with restarted.launched(folder, fatal, *options, program="tune-adaptive", **how) as run:
         yield run
-    wait_for_the_end_of(run.pid)
+    wait_for_the_end_in(folder)
 
 
-def processes_of(session: int) -> list[str]:
-    """The processes of a session, which begins with a launcher: the server and the ranks, too."""
+def processes_in(directory: Path) -> list[str]:
+    """The processes that work in a directory: a launcher, the server and the ranks."""
     found = []
     for folder in Path("/proc").iterdir():
         try:
-            if folder.name.isdigit() and os.getsid(int(folder.name)) == session:
+            if folder.name.isdigit() and (folder / "cwd").readlink() == directory:
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
                 if state != "Z":  # whoever inherits it has not looked yet
                     found.append((folder / "cmdline").read_text().replace("\0", " "))
@@ -249,9 +292,9 @@ def processes_of(session: int) -> list[str]:
     return found
 
 
-def wait_for_the_end_of(session: int) -> None:
+def wait_for_the_end_in(directory: Path) -> None:
     end = time.monotonic() + 60
-    while left := processes_of(session):
+    while left := processes_in(directory):
         assert time.monotonic() < end, left
         time.sleep(0.05)
 
@@ -277,7 +320,10 @@ def test_a_place_whose_rank_cannot_start_is_left_out(start_method: str, tmp_path
     options = ("--elastic", "--max-restarts", "2", "--start-method", start_method)
     with launched(tmp_path, [dies, dies], *options, ranks="1:2", **CHANGES) as run:
         assert run.wait(timeout=300) == 0, said(tmp_path)
-    assert "GPU 1 is left out, as its rank was the first to fail 2 times in a row" in said(tmp_path)
+    assert (
+        "GPU 1 is left out, as its rank was the first to fail, or to be lost, 2 times in a row"
+        in said(tmp_path)
+    )
     assert "Restart 2 of 2." in said(tmp_path)
     assert sorted(logged(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
@@ -334,24 +380,60 @@ LONG = {**CHANGES, "max_steps_per_epoch": None, "save_every_n_steps": None, "epo
 
 @pytest.mark.runs
 @pytest.mark.alternating
-def test_a_launcher_that_is_asked_to_stop_stops_and_saves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_that_is_asked_to_stop_stops_and_saves(number: int, tmp_path: Path) -> None:
     with launched(tmp_path, [], "--max-restarts", "2", **LONG) as run:
         wait_until("step 1, loss", tmp_path)
-        os.killpg(run.pid, signal.SIGTERM)  # as schedulers do: the server gets it, too
-        assert run.wait(timeout=300) == 1
+        os.killpg(run.pid, number)  # as schedulers and terminals do: the server gets it, too
+        assert run.wait(timeout=300) == 128 + number
     assert "Resume with resume_from_checkpoint=True" in said(tmp_path)
-    assert "Restart" not in said(tmp_path)
+    assert "Restart" not in said(tmp_path) and "Traceback" not in said(tmp_path)
     assert len(list((tmp_path / "out").glob("epoch_*_step_*"))) == 1
+
+
+STOPPING = """
+from torchtune_adaptive.recipe import require_supported_versions
+require_supported_versions()
+import time
+from torchtune_adaptive.recipe.train.stop import StopSignals
+with StopSignals(300.0) as stop, stop.while_training():
+    print("trains", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.rotating
+@pytest.mark.runs
+@pytest.mark.parametrize("program", ["tune", "tune-adaptive"])
+def test_ctrl_c_twice_ends_a_launched_run_at_once(program: str, tmp_path: Path) -> None:
+    """With `tune run` it reaches the launcher alone, and with ours the ranks as well."""
+    (tmp_path / "mine.py").write_text(STOPPING)
+    command = [BIN / program, "run", "--nproc_per_node", "2", "mine.py", "--config", "tiny/full"]
+    run = start(command, tmp_path, tmp_path / "said")
+    while said(tmp_path).count("trains") < 2:
+        assert run.poll() is None, said(tmp_path)
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)
+    wait_until("rank 0: Ctrl-C: saving a checkpoint", tmp_path)
+    os.killpg(run.pid, signal.SIGINT)
+    run.wait(timeout=20)
+    wait_for_the_end_in(tmp_path)
+    assert said(tmp_path).count("Ctrl-C again: ending at once, without a checkpoint") == 2
+    assert program == "tune" or "Traceback" not in said(tmp_path)
 
 
 @pytest.mark.runs
 @pytest.mark.alternating
-def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    with launched(tmp_path, [], **LONG) as run:
+@pytest.mark.rotating
+@pytest.mark.parametrize("program", ["tune", "tune-adaptive"])
+def test_nothing_is_left_of_a_launcher_that_is_killed(program: str, tmp_path: Path) -> None:
+    with restarted.launched(tmp_path, [], program=program, **LONG) as run:
         wait_until("step 1, loss", tmp_path)
-        assert len(processes_of(run.pid)) > 3
+        assert len(processes_in(tmp_path)) >= 3
         run.kill()
-        wait_for_the_end_of(run.pid)
+        wait_for_the_end_in(tmp_path)
+    assert "Resume with resume_from_checkpoint=True" in said(tmp_path)
+    assert len(list((tmp_path / "out").glob("epoch_*_step_*"))) == 1
 
 
 FAILING = """
@@ -377,7 +459,7 @@ def program(folder: Path, ends: str, *options: str) -> tuple[int, str]:
     command = [BIN / "tune-adaptive", "run", *options, "mine.py", "--config", "tiny/full"]
     run = start(command, folder, folder / "said")
     status = run.wait(timeout=300)
-    wait_for_the_end_of(run.pid)
+    wait_for_the_end_in(folder)
     return status, said(folder)
 
 

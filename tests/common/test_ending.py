@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from torchtune_adaptive.common import ending
+from torchtune_adaptive.core.ranks.signs import Sign, lost_rank
 
 pytestmark = pytest.mark.ranks
 
@@ -166,6 +167,43 @@ def test_rank_0_speaks_for_all_unless_it_is_slow(
         ending.explain(REASON, known_to_all=True)
         assert bool(slept) is (rank == "1")
         assert capsys.readouterr().err == f"\nrank {rank}: {REASON}\n\n"
+
+
+def sign(activity: str, silent: float = 0.0, still: float = 0.0, stopped: str = "") -> Sign:
+    return Sign(activity, progress=1, patience=5.0, stopped=stopped, heard=-silent, moved=-still)
+
+
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        (sign("step 4", silent=60), True),
+        (sign("step 4", still=60), True),
+        (sign("step 4", stopped="RuntimeError: CUDA error"), True),
+        (sign("step 4"), False),
+    ],
+    ids=["silent", "hanging", "stopped", "alive"],
+)
+def test_the_rank_that_a_watchdog_names_is_found_in_what_it_says(other: Sign, names: bool) -> None:
+    own = Sign("step 4", progress=2, patience=5.0)
+    verdict = lost_rank(own, {12: other}, 0.0, limit=30.0)
+    assert (verdict is not None) is names
+    if names:
+        assert ending.named_rank(f"rank 0: {verdict}. Stopping: this rank would wait") == 12
+
+
+@pytest.mark.parametrize(
+    ("reason", "rank"),
+    [
+        ("rank 1: rank 0, which hosts the signs of life, does not answer (timeout). Stopping", 0),
+        ("rank 3: RankLost: lost rank 12 (silent; its last sign came from 'step 4') while", 12),
+        ("rank 3: RankLost: another rank ended while this rank was in 'step 4'.", None),
+        ("rank 3: RankLost: lost ranks 1, 2, which did not begin this attempt in time.", None),
+        ("rank 3: CheckpointError: rank 2 has another one of this name", None),
+        ("rank 3: ConfigError: headroom: 2 is not valid", None),
+    ],
+)
+def test_the_rank_that_a_reason_names(reason: str, rank: int | None) -> None:
+    assert ending.named_rank(reason) == rank
 
 
 LEAVING = """

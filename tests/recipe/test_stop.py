@@ -100,6 +100,41 @@ def test_again_ends_at_once(
     assert "Ctrl-C again: ending at once, without a checkpoint" in capsys.readouterr().err
 
 
+INT, TERM = signal.SIGINT, signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("launched", "numbers", "ends"),
+    [
+        (False, [INT], False),
+        (False, [INT, INT], True),
+        (True, [INT, INT], False),  # from the terminal and from the launcher
+        (True, [INT, INT, INT], True),
+        (True, [INT, TERM], True),  # the launcher has ended
+        (True, [TERM, TERM, TERM], False),
+    ],
+)
+def test_ctrl_c_twice_ends_at_once_however_soon(
+    launched: bool,
+    numbers: list[signal.Signals],
+    ends: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if launched:
+        monkeypatch.setenv("RANK", "0")
+    stop, process = signals()
+    with stop, stop.while_training():
+        for number in numbers:
+            signal.raise_signal(number)
+            time.sleep(0.05)
+        if ends:
+            assert process.status() == 130
+        assert process.ended.empty()
+    assert ("Ctrl-C again: ending at once" in capsys.readouterr().err) is ends
+
+
 def test_the_time_to_stop_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
     stop, process = signals(timeout=0.1)
     with stop, stop.while_training():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torchtune_adaptive.common import ConfigError
 
 FAILURES = 2
-"""So many times in a row a GPU's rank is the first to fail until the GPU is left out."""
+"""So many times in a row a GPU's rank is the first to fail or to be lost until the GPU is left out."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Devices:
         return trusted if len(trusted) >= self.least else found
 
     def failed(self, name: str) -> bool:
-        """Count that the rank of this one was the first to fail; whether that leaves it out from now on."""
+        """Count that the rank of this one was the first to fail, or lost; whether it is left out now."""
         self._in_a_row = self._in_a_row + 1 if name == self._last else 1
         self._last = name
         if self._in_a_row < FAILURES or name in self._left_out:

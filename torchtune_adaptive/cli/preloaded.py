@@ -6,7 +6,6 @@ it read a variable of the environment that differs from rank to rank: those are 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import signal
@@ -14,6 +13,7 @@ import threading
 from contextlib import suppress
 
 from torchtune_adaptive.cli.forked_rank import ASKED_TO_STOP
+from torchtune_adaptive.common import launcher
 from torchtune_adaptive.core import before_fork
 
 MODULES = (
@@ -29,13 +29,12 @@ MODULES = (
     "torchtune_adaptive.recipe.launch",
     "torchtune_adaptive.recipe.versions",
 )
-_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 # A signal to the whole job is for its ranks; the server must be there when they end, or nobody learns how.
 # Blocked ones are not lost: a rank gets them when it has started.
 signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_TO_STOP)
-# The server ends with the launcher, however that ends; torch asks the ranks to stop when the server ends.
-ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+# The server ends with the launcher, however that ends, and the ranks with the server, as with any launcher.
+launcher.signal_when_parent_ends(signal.SIGKILL)
 
 gc.disable()  # collections while modules are imported find nothing
 with before_fork.cuda_uninitialized():

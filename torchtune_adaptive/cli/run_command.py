@@ -20,6 +20,7 @@ from copy import copy
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_of_torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import determine_local_world_size, get_args_parser
@@ -87,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "--elastic",
         action="store_true",
         help="Start each attempt on the GPUs that work; --nproc_per_node MIN:MAX says how many. A GPU whose "
-        f"rank is the first to fail {FAILURES} times in a row is left out.",
+        f"rank is the first to fail or to be lost, {FAILURES} times in a row, is left out.",
     )
     for action in private.actions(parser):
         if action.dest == "training_script":
@@ -198,7 +199,10 @@ def _launch(
     asked.training_script = program
     logging.getLogger(multiprocessing_of_torch.__name__).addFilter(_without_traceback)
     asked.training_script_args = [json.dumps(environment or {}), recipe, *arguments]
-    torchrun(asked)
+    try:
+        torchrun(asked)
+    except SignalException as stopped:  # the ranks have said what they did
+        sys.exit(128 + stopped.sigval)
 
 
 def _without_traceback(line: logging.LogRecord) -> bool:
@@ -248,9 +252,11 @@ def _run_elastic(asked: argparse.Namespace, recipe: str, arguments: list[str]) -
             if attempt == asked.max_restarts or ending.would_repeat(failure.error_file):
                 raise
             # A reason that we give is one of the whole run, or names another rank.
-            if given_reason(error) is None and devices.failed(chosen[rank]):
-                why = f"its rank was the first to fail {FAILURES} times in a row"
-                _say(f"GPU {chosen[rank]} is left out, as {why}")
+            reason = given_reason(error)
+            bad = rank if reason is None else ending.named_rank(reason)
+            if bad is not None and devices.failed(chosen[bad]):
+                why = f"its rank was the first to fail, or to be lost, {FAILURES} times in a row"
+                _say(f"GPU {chosen[bad]} is left out, as {why}")
 
 
 def _names(count: int, on_gpus: bool) -> list[str]:

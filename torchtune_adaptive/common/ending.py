@@ -12,6 +12,7 @@ import atexit
 import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -70,6 +71,12 @@ def would_repeat(error_file: str) -> bool:
     ``<N/A>`` for one that was killed."""
     folders = Path(error_file).parents
     return len(folders) > 2 and any(folders[2].glob(f"{_MISTAKE}*"))
+
+
+def named_rank(reason: str) -> int | None:
+    """The rank that another one was lost with, as its reason or its watchdog's says; None if it says none."""
+    found = re.match(r"rank \d+: (?:RankLost: lost )?rank (\d+)\b", reason)
+    return int(found[1]) if found else None
 
 
 def explain_bug(error: BaseException) -> None:

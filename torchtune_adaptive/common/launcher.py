@@ -3,7 +3,10 @@ process group, which is when ``core.Ranks`` takes over."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 OWN_GROUP = "torchtune-adaptive"
@@ -11,6 +14,23 @@ OWN_GROUP = "torchtune-adaptive"
 
 LAUNCH = "TORCHTUNE_ADAPTIVE_LAUNCH"
 """The variable that tells a launcher from all others which uses torchrun anew for each attempt."""
+
+
+def signal_when_parent_ends(number: int) -> None:
+    """Let this process get a signal when the one that has started it ends, however that ends (Linux)."""
+    pr_set_pdeathsig = 1  # of <linux/prctl.h>
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
+
+
+def stop_when_it_ends() -> None:
+    """Let this rank be asked to stop when torchrun ends, which cannot do that if it is killed."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    signal_when_parent_ends(signal.SIGTERM)
+    # It has ended already if another process has this one, and is not torchrun as the first of a container.
+    if os.getppid() == 1 and "python" not in os.path.realpath("/proc/1/exe"):
+        signal.raise_signal(signal.SIGTERM)
 
 
 def has_started_this() -> bool:

@@ -41,7 +41,7 @@ class AdaptiveRecipe(FTRecipeInterface):
         run, kind = self.run, self.run.kind
         run.load_rows()
         run.watchdog.enter("loading the model", patience=None)
-        self._checkpoints = checkpoints = kind.checkpoints()
+        run.checkpoints = checkpoints = kind.checkpoints()
         if checkpoints.finished is not None:
             log.info(str(checkpoints.finished))
             return
@@ -58,7 +58,8 @@ class AdaptiveRecipe(FTRecipeInterface):
 
         A function of its own, so that nothing holds the checkpoint while the search measures memory.
         """
-        run, kind, checkpoints = self.run, self.run.kind, self._checkpoints
+        run, kind, checkpoints = self.run, self.run.kind, self.run.checkpoints
+        assert checkpoints is not None
         checkpoint = checkpoints.load()
         model = kind.model(checkpoint)
         frozen = kind.frozen(checkpoints.load_frozen())
@@ -72,7 +73,7 @@ class AdaptiveRecipe(FTRecipeInterface):
             self._loop.run()
 
     def cleanup(self) -> None:
-        self._checkpoints.close()
+        """Leave the other ranks. The run has saved everything, and gives its folders to the next one."""
         self.run.close()
 
     @classmethod

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch.distributed as dist
 import yaml
@@ -133,7 +134,8 @@ def _end_interrupted(interrupt: KeyboardInterrupt) -> None:
         interrupt = Stopped(what, exit_status(signal.SIGINT))
     rank = launcher.rank()
     if (rank == 0 or not interrupt.everywhere) and not ending.another_rank_has_failed():
-        print(f"\nrank {rank}: {interrupt}\n", file=sys.stderr, flush=True)
+        ending.say(f"\nrank {rank}: {interrupt}\n")
         ending.note(str(interrupt))
-    sys.stdout.flush()
+    with suppress(OSError):  # nobody may read it any more
+        sys.stdout.flush()
     os._exit(interrupt.status)

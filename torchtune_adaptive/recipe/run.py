@@ -7,7 +7,6 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -53,7 +52,7 @@ from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import check, warn_of_unused_keys
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.setup.context_parallel import attention_over_parts
-from torchtune_adaptive.recipe.setup.environment import Environment, start_environment
+from torchtune_adaptive.recipe.setup.environment import start_environment
 from torchtune_adaptive.recipe.setup.flex_attention import compile_for_every_size, compiles
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
@@ -63,7 +62,7 @@ from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.growth import batch_increase
 from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
 from torchtune_adaptive.recipe.train.loop import TrainingLoop
-from torchtune_adaptive.recipe.train.metric_logger import start_metric_logger
+from torchtune_adaptive.recipe.train.metric_logger import MetricLogger, start_metric_logger
 from torchtune_adaptive.recipe.train.stop import StopSignals
 from torchtune_adaptive.recipe.training import RowSource, Training
 
@@ -91,34 +90,46 @@ class Run:
         self._grow = batch_increase(asked)  # so that what cannot be made stops here
         compile_for_every_size(asked)
         patience = self.settings.agreement_timeout(compiles(asked))
-        environment = start_environment(asked, patience, watched=self.settings.survives)
-        self.ranks = environment.ranks
+        self.environment = start_environment(asked, patience, watched=self.settings.survives)
+        self.ranks = self.environment.ranks
+        self.checkpoints: Checkpoints | None = None
+        """What the run saves; once there are some, it waits for them at its end."""
+        self.record: Record | None = None  # on rank 0
+        self.metrics: MetricLogger | None = None  # on rank 0
+        self._rows: LoadedRows | None = None
+        self._loop: TrainingLoop | None = None
+
+    def __enter__(self) -> Run:
         with ExitStack() as begun:  # undone where the run cannot begin
             begun.callback(self._leave_ranks)
             self._until_exit = begun.enter_context(ExitStack())
-            self._begin(environment)
+            self._begin(self._until_exit)
             begun.pop_all()
+        return self
 
-    def _begin(self, environment: Environment) -> None:
-        asked, until_exit = self.asked, self._until_exit
-        context = until_exit.enter_context(attention_over_parts(asked, environment))
-        self.environment = replace(environment, context=context)
+    def _begin(self, until_exit: ExitStack) -> None:
+        asked = self.asked
+        context = until_exit.enter_context(attention_over_parts(asked, self.environment))
+        self.environment = replace(self.environment, context=context)
         self._no_retry = asked.no_retry
         self.attempts: Attempts | None = None  # on rank 0
         self._say_whether_steps_are_retried()
         self.kind = recipe_kind(asked, self.environment)
-        if not self.settings.search_only:
-            take_output_folders(asked, self.ranks, until_exit)
-            self.attempts = self._attempts()
-            if self.attempts is not None:
-                until_exit.callback(self.attempts.close)
-        self.stop = StopSignals(self.settings.stop_timeout)
-        self.watchdog = Watchdog(
-            self.ranks,
-            limit=self.settings.rank_timeout,
-            on_duty=self.settings.survives,
-            stop_requested=lambda: self.stop.requested,
+        self.stop = until_exit.enter_context(StopSignals(self.settings.stop_timeout))
+        folders = until_exit.enter_context(ExitStack())
+        until_exit.push(self._end)
+        self.watchdog = until_exit.enter_context(
+            Watchdog(
+                self.ranks,
+                limit=self.settings.rank_timeout,
+                on_duty=self.settings.survives,
+                stop_requested=lambda: self.stop.requested,
+            )
         )
+        if not self.settings.search_only:
+            self._take_output_folders(folders)
+        self.watchdog.enter("starting", patience=None)
+        until_exit.push(self._finish_saving)
         seed = training.set_seed(asked["seed"], debug_mode=asked["cudnn_deterministic_mode"])
         self.progress = Progress(
             seed,
@@ -135,12 +146,9 @@ class Run:
         if asks and self.ranks.is_zero:
             self.planner = BackgroundPlanner.begin(asked, self.ranks.size, self.memory.name)
         until_exit.callback(self._close_planner)
-        self.record: Record | None = None  # on rank 0
-        self._rows: LoadedRows | None = None
-        self._loop: TrainingLoop | None = None
         attempts = self.attempts
         run = attempts.now.run if attempts is not None else None
-        self.metrics = start_metric_logger(asked.cfg, self.ranks, run)  # on rank 0
+        self.metrics = start_metric_logger(asked.cfg, self.ranks, run)
         if self.metrics is not None:
             origin = Origin.of(sys.argv, asked.kind.recipe)
             self.record = Record(asked.cfg, asked.kind.name, self.ranks.size, self.metrics, origin)
@@ -151,32 +159,45 @@ class Run:
     def settings(self) -> AdaptiveSettings:
         return self.asked.settings
 
-    def __enter__(self) -> Run:
-        with ExitStack() as begun:  # Python calls no __exit__ where this fails
-            begun.callback(self._leave_ranks)
-            until_exit = begun.enter_context(self._until_exit)
-            until_exit.enter_context(self.stop)
-            self.watchdog.__enter__()
-            begun.pop_all()
-        return self
+    def __exit__(self, *error: Any) -> None:
+        self._until_exit.__exit__(*error)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.watchdog.__exit__(kind, error, traceback)
-        except Exception as lost:
-            error = lost
-            raise
-        finally:
-            with self._until_exit:
-                self._end_attempt(error)
-                if self.record is not None:
-                    trained = self._loop.trained() if self._loop else None
-                    self.record.close(error or self.stop.reason, trained)
+    def _take_output_folders(self, until_exit: ExitStack) -> None:
+        """Take the folders, and count this attempt, on rank 0; the watchdogs of the others wait for it."""
+        self.watchdog.enter("taking the output folders", self.settings.rank_timeout)
+        if not self.ranks.is_zero:
+            self.watchdog.tick()  # has done its part
+        take_output_folders(self.asked, self.ranks, until_exit, self.watchdog.allow)
+        self.attempts = self._attempts()
+        if self.ranks.is_zero:
+            self.watchdog.tick()
+        if self.attempts is not None:
+            until_exit.callback(self.attempts.close)
+
+    def _finish_saving(self, _: object, error: BaseException | None, __: object) -> None:
+        """Wait for what is being written in the background; after an error each rank by itself, as the others
+        may not know of it."""
+        if self.checkpoints is None or (error is not None and not self.checkpoints.unfinished):
+            return
+        limit, watchdog = self.settings.stop_timeout, self.watchdog
+        watchdog.enter("finishing what is being saved", limit if error is None else None)
+        is_done = self.checkpoints.wait(limit)
+        if error is None:
+            watchdog.enter("removing snapshots", limit)
+            if not self.ranks.any(not is_done):
+                self.checkpoints.close()
+
+    def _end(self, _: object, error: BaseException | None, __: object) -> None:
+        """Write what is left to be written of the run, on rank 0."""
+        if self.attempts is not None and self.stop.reason is not None:
+            self.attempts.saved_when_stopped()
+        elif self.attempts is not None and error is None and self._loop is None:
+            self.attempts.forget()
+        if self.record is not None:
+            trained = self._loop.trained() if self._loop else None
+            self.record.close(error or self.stop.reason, trained)
+        if self.metrics is not None and error is None:
+            self.metrics.close()
 
     def _attempts(self) -> Attempts | None:
         """The attempts of this run, on rank 0.
@@ -195,14 +216,6 @@ class Run:
         if problem := self.ranks.from_rank_zero(problem):
             raise NoProgress(problem)
         return attempts
-
-    def _end_attempt(self, error: BaseException | None) -> None:
-        if self.attempts is None:
-            return
-        if self.stop.reason is not None:
-            self.attempts.saved_when_stopped()
-        elif error is None and self._loop is None:
-            self.attempts.forget()
 
     def _say_whether_steps_are_retried(self) -> None:
         if self._no_retry:
@@ -447,8 +460,6 @@ class Run:
         )
 
     def close(self) -> None:
-        if self.metrics is not None:
-            self.metrics.close()
         self._leave_ranks()
         self.environment.tell_idle_ranks()
         self.stop.raise_if_stopped()

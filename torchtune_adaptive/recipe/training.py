@@ -82,7 +82,11 @@ class Training:
         """The loop that trains with the batch that was decided on; it validates nothing yet."""
         asked, environment = self.asked, self.kind.environment
         settings = asked.settings
-        last_checkpoint = partial(last_saved, Path(asked.cfg.checkpointer.output_dir))
+
+        def last_checkpoint() -> str:
+            checkpoints.wait(settings.stop_timeout)  # it may be the one that is being written
+            return last_saved(Path(asked.cfg.checkpointer.output_dir))
+
         noise = NoiseScale() if step.options.measure_noise else None
         metrics = Metrics(
             Logging.of(asked, self.logger, environment, self.attempts),

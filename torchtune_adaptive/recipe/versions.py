@@ -41,6 +41,7 @@ WITH_MAIN = {
 def require_supported_versions() -> None:
     """End the program with one line if a version is not supported, or at once if an earlier attempt has ended
     for a reason that stays; before anything of them is imported."""
+    launcher.stop_when_it_ends()
     end_if_in_vain()
     _hush_libraries()
     stop_if_shadowed()

@@ -88,6 +88,12 @@ class Watchdog:
             # Now: there may be no other chance, and who is silent after such an activity is done with it.
             self._publish()
 
+    def allow(self, seconds: float) -> None:
+        """Let the activity take so much longer on this rank, which has said what it waits for."""
+        if self._patience is not None:
+            self._patience += seconds
+        self._publish()
+
     # --- life -----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Watchdog:

@@ -77,7 +77,8 @@ class Snapshots:
         self.folder = CheckpointFolder(self._place / name, _KEPT, flush=False)
         self._places = self._found_places(wanted)
         self._whole = WholeSnapshots(self.folder, self._places, everyone)
-        self._writer: ShardedCheckpoints | None = None
+        self.writer: ShardedCheckpoints | None = None
+        """What writes them, once one is taken."""
         self._neighbours: Neighbours | None = None
         self._sizes = [0] * everyone.ranks.size
         self._has_copies = self._places.are_several
@@ -136,8 +137,8 @@ class Snapshots:
             )
         if self._neighbours is not None:
             self._neighbours.connect()
-        if self._writer is None:
-            self._writer = ShardedCheckpoints(
+        if self.writer is None:
+            self.writer = ShardedCheckpoints(
                 self.folder,
                 self._all,
                 self._device,
@@ -146,15 +147,15 @@ class Snapshots:
                 neighbours=self._neighbours,
             )
         try:
-            save(self._writer, self._unwritable)
+            save(self.writer, self._unwritable)
         except CheckpointError as error:
             self._say(str(error))
 
     def close(self) -> None:
         """Remove them: the run has ended, and what continues it is in the output folder."""
         self._finish()
-        if self._writer is not None:
-            self._writer.close()
+        if self.writer is not None:
+            self.writer.close()
         if self._neighbours is not None:
             self._neighbours.close()
         if self._only_looks:
@@ -171,9 +172,9 @@ class Snapshots:
 
     def _is_ready(self) -> bool:
         """Whether the one before is written, or has failed. If not, the ranks that are late are named."""
-        if self._writer is None or not self._writer.is_writing:
+        if self.writer is None or not self.writer.is_writing:
             return True
-        is_done = self._writer.is_done_within(0.0 if self._is_late else _LONGEST_WAIT)
+        is_done = self.writer.is_done_within(0.0 if self._is_late else _LONGEST_WAIT)
         copies = self._neighbours is not None and self._neighbours.is_copying
         late = {
             rank: copies
@@ -194,14 +195,14 @@ class Snapshots:
     def _finish(self) -> None:
         """Wait for the one that is being written. After a failure, the next one has a writer of its own, as
         ranks may have left this one's group."""
-        if self._writer is None or not self._writer.is_writing:
+        if self.writer is None or not self.writer.is_writing:
             return
         try:
-            self._writer.finish()
+            self.writer.finish()
             self._has_said.discard("")
         except CheckpointError:  # said already
-            self._writer.close()
-            self._writer = None
+            self.writer.close()
+            self.writer = None
 
     def _is_possible(self) -> bool:
         """Whether a snapshot can be taken, on all ranks; if none can, rank 0 says so."""
@@ -287,7 +288,7 @@ class Snapshots:
                 own + copied,
                 own // machines,
                 held=sum(each.st_size for each in files),
-                staged=self._writer is not None and self._writer.has_copy,
+                staged=self.writer is not None and self.writer.has_copy,
                 in_folder=shutil.disk_usage(self._place).free,
                 in_memory=available_memory(),
                 memory_backed=_is_memory_backed(self._place),

@@ -23,11 +23,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from torchtune_adaptive.common import Stopped, another_rank_has_failed, launcher
+from torchtune_adaptive.common import Stopped, another_rank_has_failed, launcher, say
 from torchtune_adaptive.recipe.signals import LISTENING, SIGNALS
 
 SAME_REQUEST = 2.0
-"""Seconds within which more signals are the same request: a launcher passes on what its processes got too."""
+"""Seconds within which signals may be the same request: a launcher passes on what its processes got too."""
 _RAISE_AGAIN = 1
 """The byte written to the socket where a request was not raised; the number of no signal in ``SIGNALS``."""
 _UNWINDING = 10.0
@@ -142,6 +142,7 @@ class StopSignals:
     def _listen(self) -> None:
         """Receive signals in a thread, which runs whatever the main thread is waiting for."""
         began: float | None = None
+        all_numbers: list[int] = []
         while True:
             left = None if began is None else max(0.0, began + self._allowed - time.monotonic())
             ready, _, _ = select.select([self._receiver], [], [], left)
@@ -161,6 +162,7 @@ class StopSignals:
                 signal.pthread_kill(self._main, self._signal or signal.SIGTERM)
             if not numbers:
                 continue
+            all_numbers += numbers
             if began is None:
                 self._signal = self._signal or numbers[0]
                 self._allowed = self._timeout if self._training else _UNWINDING
@@ -170,10 +172,17 @@ class StopSignals:
                         f"{_name(numbers[0])}: saving a checkpoint after this step, then stopping "
                         f"(within {self._timeout:g} s; a second signal ends the run at once)."
                     )
-            elif now - began > SAME_REQUEST:
-                _say(f"{_name(numbers[0])} again: ending at once, without a checkpoint.")
-                self._end(exit_status(numbers[0]))
+            if now - began > SAME_REQUEST or not _are_one_request(all_numbers):
+                _say(f"{_name(all_numbers[0])} again: ending at once, without a checkpoint.")
+                self._end(exit_status(all_numbers[0]))
                 return
+
+
+def _are_one_request(numbers: list[int]) -> bool:
+    """Whether signals that came within seconds are one request. Ctrl-C comes once, and from a launcher again;
+    at the next one, the launcher ends, and its ranks get SIGTERM."""
+    most = 1 + launcher.has_started_this()
+    return len({*numbers}) == 1 and (signal.SIGINT not in numbers or len(numbers) <= most)
 
 
 def _name(number: int) -> str:
@@ -183,4 +192,4 @@ def _name(number: int) -> str:
 def _say(what: str) -> None:
     if another_rank_has_failed():
         return  # that is why the launcher ends this one
-    print(f"\nrank {launcher.rank()}: {what}", file=sys.stderr, flush=True)
+    say(f"\nrank {launcher.rank()}: {what}")
