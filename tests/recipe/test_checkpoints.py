@@ -361,6 +361,7 @@ def run_on_a_full_disk(kind: str, cfg: DictConfig, save: int, writer: str) -> No
     no_space_for_copy = OSError(errno.ENOSPC, no_space.strerror, "healthy", None, "full/copy")
     errors: dict[str, tuple[Any, str, Exception]] = {
         "manifest": (durable, "atomically", no_space),
+        "rename": (durable, "publish", no_space),
         "copy": (shutil, "copy2", no_space_for_copy),
         "state": (torch, "save", RuntimeError("[enforce fail] write failed\nat")),
         "distributed": (sharded.FileSystemWriter, "write_data", no_space),
@@ -423,7 +424,7 @@ def test_a_disk_that_is_full_at_the_second_checkpoint(writer: str, tmp_path: Pat
         "state": "write failed",
         "copy": "No space left on device: full/copy;",
         "in the middle of weights": "File too large",
-        "in the middle of the state": "enforce fail",
+        "in the middle of the state": "File too large",
     }
     assert reasons.get(writer, "No space left on device") in said
     assert {p.name for p in tmp_path.glob("*epoch_*")} == {first}
@@ -433,6 +434,17 @@ def test_a_disk_that_is_full_at_the_second_checkpoint(writer: str, tmp_path: Pat
     resumed = train("full", tmp_path, 2, **changes, **RESUME)
     _, whole = undisturbed("full", 2, **changes)
     assert_same_end(resumed, whole)
+
+
+def test_a_checkpoint_that_is_whole_but_not_published_is_named_and_resumed(tmp_path: Path) -> None:
+    cfg = tiny_config("full", tmp_path, **SHORT)
+    with pytest.raises(AssertionError, match="CheckpointError") as raised:
+        run_ranks(run_on_a_full_disk, 1, "full", cfg, 2, "rename", join=False)
+    last = rf"The last one is {tmp_path}/.saving/epoch_0_step_4: .* and resume with resume_from_checkpoint"
+    assert re.search(last, str(raised.value))
+    resumed = train("full", tmp_path, **SHORT, **RESUME)
+    assert [record["step"] for record in resumed] == [5, 6, 7, 8]
+    assert_same_end(resumed, undisturbed("full", **SHORT)[1])
 
 
 def test_a_disk_that_is_full_at_the_end(tmp_path: Path) -> None:
