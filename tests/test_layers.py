@@ -32,7 +32,7 @@ FOLDERS = {
     "core": "private sizes device ranks rows step search",
     "planner": "private told workers gpu_names speed memory repetition deep_step other_lengths trace "
     "traced_run step_table steps_by_choice",
-    "recipe": "private shadowing versions signals install upstream tiny tiny_vision settings "
+    "recipe": "private shadowing versions signals tiny install upstream settings "
     "registry components rewards data setup rollout checkpoints kinds train proofreading tracing plan "
     "search origin record training run rollout_run adaptive_recipe launch stable",
 }

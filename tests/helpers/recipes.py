@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
 from torchtune import training
 
+from tests.helpers import tiny_vision
 from torchtune_adaptive.recipe import tiny
 from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.registry import find_config
@@ -45,8 +46,11 @@ class Recorder:
 
 def tiny_config(kind: str, output_dir: Path | str, **changes: Any) -> DictConfig:
     """The tiny config of a kind of recipe that does not search, with changes as on the command line."""
-    base = OmegaConf.load(find_config(f"tiny/{kind}"))
+    vision = kind.endswith("_vision")
+    file = tiny_vision.CONFIGS / f"{kind}.yaml" if vision else find_config(f"tiny/{kind}")
+    base = OmegaConf.load(file)
     quick = {
+        **({"assets": str(tiny_vision.assets())} if vision else {}),
         "output_dir": str(output_dir),
         "use_maximum_batch_size": False,
         "adaptive_batching.memory_limit": None,

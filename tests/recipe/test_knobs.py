@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import tiny_vision
 from tests.helpers.configs import config
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core.step.knobs import (
@@ -81,7 +82,8 @@ def test_only_what_is_allowed_changes() -> None:
 def test_activations_are_offloaded_from_cuda_where_there_are_no_images(
     device: str, images: bool
 ) -> None:
-    cfg = Asked.of(config("tiny/full_vision" if images else "tiny/full", device=device))
+    name = str(tiny_vision.CONFIGS / "full_vision.yaml") if images else "tiny/full"
+    cfg = Asked.of(config(name, device=device))
     offloads = [one.get(OFFLOADING) for one in choices(cfg, 1, "exact")]
     assert any(offloads) is (device == "cuda" and not images)
     if images:

@@ -10,7 +10,6 @@ from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
 
 from tests.helpers.configs import config as load
-from tests.helpers.torchvision import use_torchvision
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.recipe.registry import (
     CONFIGS,
@@ -92,6 +91,4 @@ def test_registering_twice_is_registering_once() -> None:
 
 @pytest.mark.parametrize("name", our_configs())
 def test_torchtune_finds_our_configs_well_formed(name: str) -> None:
-    if name.endswith("vision"):
-        use_torchvision()
     config.validate(load(name))

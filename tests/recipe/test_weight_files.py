@@ -18,12 +18,13 @@ from torch import nn
 from torchtune import training
 from torchtune.training.checkpointing import _checkpointer
 
+from tests.helpers import tiny_vision
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import in_files, quantised, run_ours, tiny_config
 from tests.helpers.runs import RESUME, train
 from tests.helpers.torchvision import use_torchvision
 from torchtune_adaptive.common import durable
-from torchtune_adaptive.recipe import private, tiny_vision
+from torchtune_adaptive.recipe import private
 from torchtune_adaptive.recipe.checkpoints.weight_files import deal
 
 use_torchvision()  # here, because ranks import this module, too

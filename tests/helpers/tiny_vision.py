@@ -1,4 +1,4 @@
-"""A tiny Llama 3.2 Vision, with everything that a large one comes with: see ``tiny``.
+"""A tiny Llama 3.2 Vision, with everything that a large one comes with, as ``tiny`` is a tiny Llama.
 
 Its rows are pictures of one color and questions about them. torchtune's vision models need torchvision, which
 is imported only where they are built.
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune_adaptive.recipe.private import llama3_vision_tune_to_hf
 from torchtune_adaptive.recipe.tiny import made_once, save_checkpoint
 
+CONFIGS = Path(__file__).parents[1] / "data"
+"""The folder with ``full_vision.yaml`` and ``lora_vision.yaml``."""
 TILE = 28  # pixels; a patch has 14, as in the large models
 _EDITION = 1
 _ROWS = 160
@@ -139,6 +140,8 @@ def _row(choose: random.Random) -> dict[str, Any]:
 
 
 def _make_checkpoint(folder: Path) -> None:
+    from torchtune.models.llama3_2_vision._convert_weights import llama3_vision_tune_to_hf
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = tiny_vision()
