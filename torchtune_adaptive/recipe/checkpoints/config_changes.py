@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import CheckpointError
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, keys_with, top_level_keys
@@ -36,8 +36,9 @@ def batch_keys(kind: Kind) -> tuple[str, ...]:
 
 def training_config(cfg: DictConfig, kind: Kind) -> FlatConfig:
     """What of a config decides about the result of a training."""
-    values = facts_of(cfg)
-    ours, block = keys_with("result"), values.get(BLOCK) or {}
+    values, whole = facts_of(cfg), OmegaConf.to_container(cfg, resolve=True)
+    # What a resumed run follows is none of what may be secret.
+    ours, block = keys_with("result"), whole.get(BLOCK) or {}
     relevant = {key for key, row in KEYS.items() if row.result} | (ours & top_level_keys())
     chosen = {k: v for k, v in values.items() if k in kind.keys & relevant}
     chosen[BLOCK] = {key: block.get(key) for key in sorted(ours - top_level_keys())}
