@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import signal
 import threading
 from contextlib import suppress
@@ -16,6 +17,9 @@ from torchtune_adaptive.cli.forked_rank import ASKED_TO_STOP
 from torchtune_adaptive.common import launcher
 from torchtune_adaptive.core import before_fork
 
+# The server is not to look for modules in the working directory; what ranks start may, as with any launcher.
+if os.environ.get("PYTHONSAFEPATH") == __name__:
+    del os.environ["PYTHONSAFEPATH"]
 MODULES = (
     "matplotlib.backends.backend_agg",
     "matplotlib.backends.backend_svg",

@@ -31,12 +31,13 @@ from torchtune_adaptive.cli.elastic import FAILURES, Devices, bounds
 from torchtune_adaptive.cli.recipe_argument import config_of
 from torchtune_adaptive.common import ConfigError, ending, launcher
 from torchtune_adaptive.core import before_fork
-from torchtune_adaptive.recipe import file_of_recipe, find_config, runs_on_ranks
+from torchtune_adaptive.recipe import file_of_recipe, find_config, runs_on_ranks, stop_if_shadowed
 
 _PRELOADED = "torchtune_adaptive.cli.preloaded"
 _FORKED, _ANEW = "forkserver", "spawn"
 """Of torchrun's ``--start-method``: forked from a server, or by ``python``, as torchrun itself does."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_SAFE = "PYTHONSAFEPATH"
 _ONE_MACHINE = ("1", "1:1")
 """Of torchrun's ``--nnodes``."""
 _MOMENT = 120.0
@@ -132,6 +133,7 @@ def _ranks(given: str) -> int:
 
 def _choose_start_method(asked: argparse.Namespace, ranks: int) -> None:
     """Start the server that ranks are forked from; or see that they are started anew, if that cannot work."""
+    stop_if_shadowed()
     if asked.start_method != _FORKED:
         return
     timeout = getattr(asked, "shutdown_timeout", None)  # torch 2.11 does not have it
@@ -143,12 +145,16 @@ def _choose_start_method(asked: argparse.Namespace, ranks: int) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"  # as torchrun starts ranks
     multiprocessing.set_forkserver_preload([_PRELOADED])
     check = _context(asked).Process(target=_require_forked)
+    is_ours = os.environ.setdefault(_SAFE, _PRELOADED) == _PRELOADED
     try:
         check.start()
         if _all_done([check]):
             return
     except (OSError, EOFError):
         pass  # the server has ended, and said why
+    finally:
+        if is_ours:
+            del os.environ[_SAFE]
     asked.start_method = _ANEW
     _say(
         "ranks cannot be forked here (see above), so each imports what it needs, as with `tune run`"
