@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
-from tests.helpers.growing import GROWING
+from tests.helpers.growing import GROWING, WITHIN_EPOCHS
 from tests.helpers.ranks import Alone, run_ranks
 from tests.helpers.recipes import run_ours, tiny_config
-from tests.helpers.runs import refused
+from tests.helpers.runs import RESUME, assert_same_end, refused, stopped_after, train, undisturbed
 from torchtune_adaptive.common.errors import BatchIncreaseError, ConfigError
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.sizes.split import Epochs, Split
@@ -227,6 +227,23 @@ def test_a_schedule_that_fails_on_one_rank_ends_all_ranks(tmp_path: Path) -> Non
     said = refused("BatchIncreaseError", "full", tmp_path, 2, **own(fails=1))
     found = "OnEachRank, called with Moment(samples=8,"
     assert found in said and "raised RuntimeError: no idea (on rank 1)" in said
+
+
+class Mine(Geometric):
+    """As ours, and not ours."""
+
+
+@pytest.mark.exhaustive
+def test_a_run_with_a_schedule_of_the_users_own_goes_on_to_the_bit(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {**WITHIN_EPOCHS, "batch_size": 4, "save_every_n_steps": 1}
+    changes |= {"max_steps_per_epoch": 8, "epochs": 1, "keep_last_n_checkpoints": 99}
+    changes["batch_increase_function"] = {"_component_": f"{__name__}.Mine", "every": 0.5}
+    whole, expected = undisturbed("full", 1, **changes)
+    sizes = [record["global_batch_size"] for record in expected]
+    assert sizes == [4] * 5 + [8], "asked for before the fifth step"
+    for stop in (4, 5):
+        folder = stopped_after(stop, whole, tmp_path / str(stop))
+        assert_same_end(train("full", folder, 1, **changes, **RESUME), expected)
 
 
 def test_steps_can_be_counted_ahead() -> None:
