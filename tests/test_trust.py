@@ -31,6 +31,7 @@ from torchtune_adaptive.cli.hub import require_config
 from torchtune_adaptive.cli.other_trainers.files import read_file as read_trainer_file
 from torchtune_adaptive.cli.plan_page import page_of
 from torchtune_adaptive.common import (
+    Block,
     Cache,
     CheckpointError,
     ConfigError,
@@ -314,42 +315,34 @@ def test_models_that_are_nested(text: str, tmp_path: Path) -> None:
 
 
 def test_models_as_they_are(tmp_path: Path) -> None:
-    others = {"head_dim": None, "intermediate_size": [64, 128], "rope_theta": 10**11}
+    others: dict[str, Any] = {
+        "head_dim": None,
+        "intermediate_size": [64, 128],
+        "rope_theta": 10**11,
+    }
     others |= {"feature_layer": -2, "n_inner": None, "layer_types": ["full_attention"] * 3}
     require_config(written(tmp_path, {**LLAMA_1B, **others, "time_step_limit": [0, float("inf")]}))
 
 
 @pytest.mark.runs
-def test_a_model_names_no_code_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers = pytest.importorskip("transformers")
+def test_a_model_names_no_code_of_the_hub(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     from torchtune_adaptive.library import TransformersStep
     from torchtune_adaptive.library.transformers_model import StepModel
 
     tiny = {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 8, "intermediate_size": 8}
     tiny |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    tiny |= {"rope_scaling": None}
-    kernels = {"attn_implementation": "org/kernel", "experts_implementation": "org/kernel"}
-    asked: list[Any] = []
-    check = transformers.PreTrainedModel._check_and_adjust_attn_implementation
-    monkeypatch.setattr(
-        transformers.PreTrainedModel,
-        "_check_and_adjust_attn_implementation",
-        lambda model, name, *more, **others: (
-            asked.append(name) or check(model, name, *more, **others)
-        ),
-    )
-    folder = written(tmp_path, {**LLAMA_1B, **tiny, **kernels})
-    StepModel(TransformersStep(folder=str(folder))).from_config()
-    assert asked and not any("/" in str(name) for name in asked)
-    written(tmp_path, {**LLAMA_1B, **tiny, "attn_implementation": "eager"})
-    StepModel(TransformersStep(folder=str(folder))).from_config()
-    assert asked[-1] == "eager"
+    for asked, used in (("org/kernel", "sdpa"), ("eager", "eager")):
+        names = {"attn_implementation": asked, "experts_implementation": asked}
+        written(tmp_path, {**LLAMA_1B, **tiny, **names, "rope_scaling": None})
+        model = StepModel(TransformersStep(folder=str(tmp_path))).from_config()
+        assert model.config._attn_implementation == used
 
 
 def test_nothing_that_plan_prints_controls_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    blocks = [
+    blocks: list[Block] = [
         *(Paragraph([ESCAPES]), Listing(ESCAPES, [ESCAPES]), Verbatim(ESCAPES)),
         Table(ESCAPES, (ESCAPES,), [(ESCAPES,)]),
     ]
@@ -368,6 +361,10 @@ def test_nothing_that_plan_prints_controls_a_terminal(
 # --- the cache --------------------------------------------------------------------------------------------
 
 
+def cache(setting: bool | str) -> Cache[int]:
+    return Cache(cache_folder(setting, "speeds"), "speed", lambda _: True)
+
+
 def test_files_of_the_cache_that_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lengths = LengthFiles(str(tmp_path))
     file, _ = lengths.put({"a": 1}, np.arange(5, dtype=np.int32))
@@ -379,9 +376,9 @@ def test_files_of_the_cache_that_are_none(tmp_path: Path, caplog: pytest.LogCapt
     for content in (whole[:-4], pickle.dumps([1]), b"", whole[:-1] + b"\xff"):
         array.write_bytes(content)
         assert lengths.mapped(LengthFile(*file)) is None
-    sizes: Cache[int] = Cache(tmp_path / "batch_sizes", "batch size", lambda _: True)
+    sizes = cache(str(tmp_path))
     sizes.put({"a": 1}, 8)
-    (entry,) = (tmp_path / "batch_sizes").iterdir()
+    (entry,) = (tmp_path / "speeds").iterdir()
     for text in (entry.read_text().replace("8", "9"), "[" * 100_000, "[]", '{"facts": 1}'):
         entry.write_text(text)
         assert sizes.get({"a": 1}) is None
@@ -391,7 +388,7 @@ def test_the_users_cache_is_his_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     base = tmp_path / "torchtune_adaptive"
     for keep in (
-        lambda: Cache(cache_folder(True, "speeds"), "speed", bool).put({}, 1),
+        lambda: cache(True).put({}, 1),
         lambda: LengthFiles(True).put({}, np.arange(3, dtype=np.int32)),
     ):
         base.mkdir(mode=0o755)  # as earlier versions have made it
@@ -400,7 +397,7 @@ def test_the_users_cache_is_his_alone(tmp_path: Path, monkeypatch: pytest.Monkey
         shutil.rmtree(base)
     (shared := tmp_path / "shared").mkdir(mode=0o775)
     shared.chmod(0o775)
-    Cache(cache_folder(str(shared), "speeds"), "speed", bool).put({}, 1)
+    cache(str(shared)).put({}, 1)
     assert shared.stat().st_mode & 0o777 == 0o775
 
 
@@ -408,7 +405,7 @@ def test_the_users_cache_is_his_alone(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_pages_run_no_scripts_of_names() -> None:
-    blocks = [
+    blocks: list[Block] = [
         Paragraph([TAG]),
         Listing(TAG, [TAG]),
         Table(TAG, (TAG,), [(TAG,)]),
@@ -464,7 +461,7 @@ def test_a_secret_that_changes_is_seen_and_one_that_stays_is_not(
     kind = KINDS["full"]
     saved = training_config(secret, kind)
     assert not resumed(saved, training_config(secret, kind)).changes
-    plain = OmegaConf.create(OmegaConf.to_container(secret, resolve=True))
+    plain: Any = OmegaConf.create(OmegaConf.to_container(secret, resolve=True))
     earlier = training_config(plain, kind)  # as versions before have saved it
     assert SECRET in json.dumps(earlier)
     assert not resumed(earlier, saved).changes and not resumed(saved, earlier).changes

@@ -36,9 +36,9 @@ def batch_keys(kind: Kind) -> tuple[str, ...]:
 
 def training_config(cfg: DictConfig, kind: Kind) -> FlatConfig:
     """What of a config decides about the result of a training."""
-    values, whole = facts_of(cfg), OmegaConf.to_container(cfg, resolve=True)
-    # What a resumed run follows is none of what may be secret.
-    ours, block = keys_with("result"), whole.get(BLOCK) or {}
+    values = facts_of(cfg)
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    ours, block = keys_with("result"), plain.get(BLOCK) or {}  # what a run follows is no secret
     relevant = {key for key, row in KEYS.items() if row.result} | (ours & top_level_keys())
     chosen = {k: v for k, v in values.items() if k in kind.keys & relevant}
     chosen[BLOCK] = {key: block.get(key) for key in sorted(ours - top_level_keys())}
