@@ -107,29 +107,21 @@ def files_of_weights(checkpointer: Any) -> int:
 
 
 def knows_files(checkpointer: Any) -> bool:
-    """Whether a checkpointer of torchtune's knows how to save weights without having loaded any."""
+    """Whether a checkpointer of torchtune's can save weights without having loaded any. Where it has to know
+    their files, it is told: only names are read in them."""
+    from safetensors import safe_open
     from torchtune import training
 
-    if type(checkpointer) is training.FullModelHFCheckpointer:
-        checkpointer._weight_map = {
-            name: f"{number:04}"
-            for number, path in enumerate(checkpointer._checkpoint_paths, 1)
-            for name in _names_in(str(path))
-        }
-        return True
-    without = (training.FullModelMetaCheckpointer, training.FullModelTorchTuneCheckpointer)
-    return type(checkpointer) in without
-
-
-def _names_in(file: str) -> list[str]:
-    """The names of the weights in a file, which is not read for them."""
-    import torch
-    from safetensors import safe_open
-
-    if file.endswith(".safetensors"):
-        with safe_open(file, "pt") as opened:
-            return [*opened.keys()]
-    return [*torch.load(file, map_location="cpu", weights_only=True, mmap=True)]
+    if type(checkpointer) is not training.FullModelHFCheckpointer:
+        others = (training.FullModelMetaCheckpointer, training.FullModelTorchTuneCheckpointer)
+        return type(checkpointer) in others
+    checkpointer._weight_map = {}
+    for number, path in enumerate(map(str, checkpointer._checkpoint_paths), 1):
+        if not path.endswith(".safetensors"):
+            return False
+        with safe_open(path, "pt") as file:
+            checkpointer._weight_map |= dict.fromkeys(file.keys(), f"{number:04}")
+    return True
 
 
 def writing_one_file(checkpointer: Any, folder: Path) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator
-from itertools import accumulate, chain
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,8 @@ class Planner(DefaultLoadPlanner):
     ) -> None:
         """Drop the state of parameters that had none when it was saved, as they had had no gradient yet."""
         assert metadata is not None
-        saved = {*chain.from_iterable(map(_prefixes, metadata.state_dict_metadata))}
+        names = (each.split(".") for each in metadata.state_dict_metadata)
+        saved = {prefix for parts in names for prefix in accumulate(parts, "{}.{}".format)}
         _drop_unsaved(state_dict, "", saved)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
@@ -69,10 +70,6 @@ class Planner(DefaultLoadPlanner):
         torch.save(torch.load(value, weights_only=True), data)
         data.seek(0)
         super().load_bytes(read_item, data)
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    return accumulate(name.split("."), "{}.{}".format)
 
 
 def _drop_unsaved(values: dict[str, Any], prefix: str, saved: set[str]) -> None:
