@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -25,6 +24,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+SHARDED = "adaptive_batching.sharded_checkpoints"
+OF_RECIPES = ("tests.helpers.preload", "tests.helpers.killed_recipe")
+OF_TRAINERS = ("tests.integrations.real.preload", "tests.integrations.real.killed")
+"""What a server imports for these jobs."""
 QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 LOST = "HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK,CONTROL_FAIL"
 
@@ -140,19 +143,37 @@ def crashed(
         text=True,
         timeout=timeout,
     )
+    print(done.stdout, f"{time.monotonic() - began:.0f} s")
+    verdicts = judged(work)
+    assert verdicts, done.stdout
+    return verdicts
+
+
+def judged(work: Path) -> dict[str, str]:
+    """The verdicts in the folder of a run of the tool. A job that ended has not reached its point."""
     from ckpt_chaos.runner import rejudge
 
-    rows = rejudge(work)
-    print(done.stdout, f"{len(rows)} in {time.monotonic() - began:.0f} s")
-    assert rows, done.stdout
-    return {row.label: "NOT_REACHED" if row.drift else row.verdict for row in rows}
+    control, *points = rejudge(work)
+    reached = {each.label: each.verdict if each.crashed else "NOT_REACHED" for each in points}
+    return {control.label: control.verdict, **reached}
 
 
-def counted(verdicts: dict[str, str]) -> str:
-    """How many points have which verdict."""
-    return ", ".join(
-        f"{number} {name}" for name, number in Counter(verdicts.values()).most_common()
-    )
+def recipe(jobs: Path, work: Path, way: str, **options: Any) -> dict[str, str]:
+    """The verdicts of full fine-tuning by a recipe, whose checkpoints are saved in a way."""
+    changes = {
+        "gathered": {},
+        "sharded": {SHARDED: True},
+        "in the background": {SHARDED: "background"},
+    }
+    function = "tests.helpers.killed_recipe:main"
+    return crashed(jobs, work, function, "{out}", "full", json.dumps(changes[way]), **options)
+
+
+def trainer(jobs: Path, work: Path, *arguments: str, **options: Any) -> dict[str, str]:
+    """The verdicts of a trainer; see ``tests.integrations.real.killed``."""
+    newest = {"step_regex": r"begins at step (\d+)", "checkpoint_glob": "{out}/checkpoint-*"}
+    function = "tests.integrations.real.killed:main"
+    return crashed(jobs, work, function, "{out}", *arguments, **newest, **options)
 
 
 if __name__ == "__main__":

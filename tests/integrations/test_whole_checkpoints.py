@@ -213,6 +213,16 @@ def test_what_a_callback_makes_of_a_checkpoint_is_whole(tmp_path: Path) -> None:
     assert resumed(tmp_path) == [3, 4]
 
 
+def test_a_run_that_has_ended_takes_no_more_steps(tmp_path: Path) -> None:
+    """Where a kill came behind its last checkpoint, the weights stay those that it ended with."""
+    one = trainer(tmp_path)
+    one.train()
+    again = trainer(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4 and len(losses(again)) == 4
+    assert torch.equal(again.model.layer.weight, one.model.layer.weight)
+
+
 def test_weights_alone_are_sealed(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=1, save_only_model=True).train()
     assert (

@@ -33,6 +33,8 @@ class AdaptiveMixin(private.SaveHook, _Trainer):
     args: Any
     accelerator: Any
     hp_search_backend: Any
+    state: Any
+    control: Any
     rows_begun_with: StepRows
     """The rows of a step that the run began with, by the arguments that it had then."""
 
@@ -103,6 +105,13 @@ class AdaptiveMixin(private.SaveHook, _Trainer):
                 "follows the arguments."
             )
         private.set_batches(self, rows.batch, rows.accumulation)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        if (
+            self.state.global_step >= self.state.max_steps
+        ):  # resumed where it ended: the plain one goes on
+            self.control.should_training_stop, num_batches = True, 0
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self._adaptive_step is not None and self._adaptive_step.keeps_log(logs):

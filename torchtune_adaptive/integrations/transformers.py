@@ -88,7 +88,7 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
             )
         made = [inputs for batch in batches for _, inputs in batch.made]
         samples, items = super().get_batch_samples(iter(made), len(made), device)
-        if [len(batch.made) for batch in batches] != [1] * len(samples):
+        if samples and [len(batch.made) for batch in batches] != [1] * len(samples):
             samples = [counted_in(batch, made[0]) for batch in batches]
         return samples, items
 

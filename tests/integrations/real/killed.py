@@ -29,7 +29,7 @@ class Says(TrainerCallback):  # type: ignore[misc]
 
 def main(folder: str, kind: str, way: str, *more: str) -> None:
     options: dict[str, Adaptive | None] = {"plain": None, "adaptive": AS_CONFIGURED}
-    settings: dict[str, Any] = {"enable_jit_checkpoint": "on-signal" in more, "ddp_timeout": 30}
+    settings: dict[str, Any] = {"enable_jit_checkpoint": "on signal" in more, "ddp_timeout": 30}
     settings |= {"callbacks": [Says()], "config": {"attention_dropout": 0.1}}
     trainer = make(kind, options[way], folder, **STEPS, **SMALL, **settings)
     found = any(Path(folder).glob("checkpoint-*"))
