@@ -13,8 +13,7 @@ from omegaconf import DictConfig
 from tests.helpers.recipes import run_ours, tiny_config
 from tests.helpers.runs import Records, losses, run_with
 from torchtune_adaptive.recipe.data.few_lengths import FewLengths
-from torchtune_adaptive.recipe.data.padded_batches import collate_few
-from torchtune_adaptive.recipe.data.rows import TokenRows
+from torchtune_adaptive.recipe.data.rows import TokenRows, collate_few
 from torchtune_adaptive.recipe.data.split_rows import RowParts
 from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.settings.asked import Asked

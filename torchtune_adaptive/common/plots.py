@@ -68,15 +68,9 @@ def legend_below(figure: Figure, columns: int = 4, lines: Sequence[Any] | None =
     )
 
 
-def legend_beside(axes: Any, stacked: bool = False) -> None:
-    """The legend of one of several axes, to the right of it; of a stack in the order in which it is seen."""
-    axes.legend(
-        loc="center left",
-        bbox_to_anchor=(1.01, 0.5),
-        frameon=False,
-        fontsize="small",
-        reverse=stacked,
-    )
+def legend_beside(axes: Any) -> None:
+    """The legend of one of several axes, to the right of it."""
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize="small")
 
 
 def save(figure: Figure, path: Path) -> Path:

@@ -132,13 +132,6 @@ def writing_one_file(checkpointer: Any, folder: Path) -> Any:
     return writer
 
 
-def llama3_vision_tune_to_hf(*weights: Any, **sizes: Any) -> dict[str, Any]:
-    """Llama 3.2 Vision's weights under the names of Hugging Face."""
-    from torchtune.models.llama3_2_vision import _convert_weights
-
-    return _convert_weights.llama3_vision_tune_to_hf(*weights, **sizes)
-
-
 @contextmanager
 def attending_with(module: Any, attention: Callable[..., Any]) -> Iterator[None]:
     """A context in which a module of torchtune attends with another function of queries, keys and values."""

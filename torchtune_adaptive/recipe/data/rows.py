@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from torchtune_adaptive.common import counted
 from torchtune_adaptive.recipe.data.few_lengths import FewLengths, Length
 from torchtune_adaptive.recipe.data.packed import ImaginedMask, collate_packed
-from torchtune_adaptive.recipe.data.padded_batches import collate_few, collate_padded
 from torchtune_adaptive.recipe.data.split_rows import CollateParts, RowParts
 from torchtune_adaptive.recipe.registry import component
 from torchtune_adaptive.recipe.settings.asked import Asked
@@ -24,6 +24,8 @@ from torchtune_adaptive.recipe.upstream import labels_are_shifted
 
 Row = dict[str, Any]
 Collate = Callable[[list[Row]], dict[str, Any]]
+_CAN_BE_PADDED = {"tokens", "labels", "encoder_input", "encoder_mask"}
+"""The keys of batches that can be padded."""
 
 
 @dataclass(frozen=True)
@@ -179,3 +181,29 @@ class TokenRows(Rows):
 
 
 TOKEN_ROWS = TokenRows()
+
+
+def collate_padded(
+    collate: Collate, padded: Callable[[int], int], padding: int, ignored: int, rows: list[Row]
+) -> dict[str, Any]:
+    """A batch of rows, padded to the length that ``padded`` gives for theirs. What the model sees of the rows
+    does not change: what is added comes after them, and is not trained on."""
+    batch = collate(rows)
+    missing = padded(batch["tokens"].shape[-1]) - batch["tokens"].shape[-1]
+    if missing > 0:
+        batch["tokens"] = F.pad(batch["tokens"], (0, missing), value=padding)
+        batch["labels"] = F.pad(batch["labels"], (0, missing), value=ignored)
+        if "encoder_mask" in batch:
+            batch["encoder_mask"] = F.pad(batch["encoder_mask"], (0, 0, 0, missing))
+    return batch
+
+
+def collate_few(
+    collate: Collate, lengths: FewLengths, padding: int, ignored: int, rows: list[Row]
+) -> dict[str, Any]:
+    """A batch of one of few lengths, if it has nothing but what is known: a user's own collate function may
+    make masks as well."""
+    batch = collate(rows)
+    if batch.keys() - _CAN_BE_PADDED:
+        return batch
+    return collate_padded(lambda _: batch, lengths.padded, padding, ignored, rows)

@@ -125,7 +125,7 @@ def _speeds(
     )
 
 
-def length_buckets(longest: int, shortest: int, count: int = 8) -> list[int]:
-    """A few lengths from the shortest to the longest, each the same share longer than the one before."""
-    ratio = (longest / max(shortest, 1)) ** (1 / max(count - 1, 1))
-    return sorted({min(longest, -(-round(shortest * ratio**i) // 8) * 8) for i in range(count)})
+def length_buckets(longest: int, shortest: int) -> list[int]:
+    """Up to 8 lengths from the shortest to the longest, each the same share longer than the one before."""
+    ratio = (longest / max(shortest, 1)) ** (1 / 7)
+    return sorted({min(longest, -(-round(shortest * ratio**i) // 8) * 8) for i in range(8)})
