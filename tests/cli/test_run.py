@@ -425,9 +425,13 @@ def test_ctrl_c_twice_ends_a_launched_run_at_once(program: str, tmp_path: Path) 
 @pytest.mark.runs
 @pytest.mark.alternating
 @pytest.mark.rotating
-@pytest.mark.parametrize("program", ["tune", "tune-adaptive"])
-def test_nothing_is_left_of_a_launcher_that_is_killed(program: str, tmp_path: Path) -> None:
-    with restarted.launched(tmp_path, [], program=program, **LONG) as run:
+@pytest.mark.parametrize(("program", "sharded"), [("tune", True), ("tune-adaptive", False)])
+def test_nothing_is_left_of_a_launcher_that_is_killed(
+    program: str, sharded: bool, tmp_path: Path
+) -> None:
+    """Nor is what it was needed for: the store in which its ranks have met."""
+    changes = {**LONG, "adaptive_batching.sharded_checkpoints": sharded}
+    with restarted.launched(tmp_path, [], program=program, **changes) as run:
         wait_until("step 1, loss", tmp_path)
         assert len(processes_in(tmp_path)) >= 3
         run.kill()

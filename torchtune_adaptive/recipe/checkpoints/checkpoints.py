@@ -136,6 +136,8 @@ class Checkpoints:
             self._output_dir,
             self._all,
         )
+        if self._shards or self._in_background:
+            self._writer()  # its ranks find each other in the launcher's store, which may be gone later
         self._snapshots.begin(model.module)
         if self._source is None:
             return
