@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.killing import in_child
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.signs import LONGEST_SILENCE, Sign, lost_rank, opened, sealed
 from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE, Watchdog
@@ -115,14 +114,16 @@ def test_it_ends_the_process_although_nobody_reads_why(
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
 
-    def end_unheard() -> None:
-        reader, writer = os.pipe()
-        os.close(reader)
-        sys.stderr = os.fdopen(writer, "w")
-        threading.excepthook = lambda error: None
-        watching = getattr(Watchdog(Ranks(), limit=1.0), end)
-        thread = threading.Thread(target=watching, args=["rank 1 has sent nothing"], daemon=True)
-        thread.start()
-        thread.join(60)
-
-    assert in_child(end_unheard) == EXIT_CODE
+    child = os.fork()
+    if child == 0:
+        try:
+            reader, writer = os.pipe()
+            os.close(reader)
+            sys.stderr = os.fdopen(writer, "w")
+            watching = getattr(Watchdog(Ranks(), limit=1.0), end)
+            thread = threading.Thread(target=watching, args=["rank 1 is silent"], daemon=True)
+            thread.start()
+            thread.join(60)
+        finally:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == EXIT_CODE
