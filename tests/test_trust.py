@@ -219,7 +219,7 @@ def test_the_server_of_ranks_runs_nothing_of_the_working_directory(tmp_path: Pat
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["queue", "matplotlib", "huggingface_hub", "pandas"])
+@pytest.mark.parametrize("name", ["matplotlib", "huggingface_hub", "pandas"])
 def test_a_file_with_a_librarys_name_stops_a_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -26,10 +25,7 @@ def stop_if_shadowed() -> None:
 
     Copies of those two may be meant; a library's name on a user's file never is.
     """
-    names = {*_LIBRARIES.split(), *sys.stdlib_module_names}
-    with suppress(OSError):  # the folder was deleted
-        names &= {name.partition(".")[0] for name in os.listdir()}
-    for name in sorted(names):
+    for name in _LIBRARIES.split():
         if found := shadowing(name):
             end(
                 f"{found} hides the library {name}, because Python looks in the working directory first. "
