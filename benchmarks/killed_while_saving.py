@@ -98,7 +98,6 @@ def main() -> None:
     parser.add_argument("--judged", type=Path)
     options = parser.parse_args()
     data = PAGE.with_suffix(".json")
-    known = json.loads(data.read_text()) if data.exists() else {"found": {}, "versions": {}}
     for case in options.cases:
         with tempfile.TemporaryDirectory() as folder:
             verdicts = (
@@ -108,6 +107,7 @@ def main() -> None:
             )
         control, *points = verdicts.values()
         assert control == "PASS", verdicts
+        known = json.loads(data.read_text()) if data.exists() else {"found": {}, "versions": {}}
         known["found"][case] = dict(Counter(points))
         names = ["ckpt-chaos", "torch"]
         names += ["transformers", "trl"] if len(CASES[case]) == 2 else ["torchtune"]

@@ -121,7 +121,7 @@ def served(folder: Path, *modules: str) -> Iterator[Path]:
 
 
 def crashed(
-    jobs: Path, work: Path, function: str, *arguments: str, timeout: float = 3000, **options: Any
+    server: Path, work: Path, function: str, *arguments: str, timeout: float = 3000, **options: Any
 ) -> dict[str, str]:
     """The verdict of each point at which a job was killed, and of one that was not.
 
@@ -130,7 +130,7 @@ def crashed(
     """
     given = {"result_file": "{out}.0", "timeout": 180, "fail_on": LOST, **options}
     named = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    python = [sys.executable, "-I", "-S", __file__, "client", str(jobs)]
+    python = [sys.executable, "-I", "-S", __file__, "client", str(server)]
     # Isolated, so that a client is not armed.
     command = [sys.executable, "-m", "ckpt_chaos", "run", f"--work={work}", *named, "--", *python]
     began = time.monotonic()

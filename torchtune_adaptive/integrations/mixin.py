@@ -35,6 +35,7 @@ class AdaptiveMixin(private.SaveHook, _Trainer):
     hp_search_backend: Any
     state: Any
     control: Any
+    is_in_train: bool
     rows_begun_with: StepRows
     """The rows of a step that the run began with, by the arguments that it had then."""
 
@@ -107,9 +108,8 @@ class AdaptiveMixin(private.SaveHook, _Trainer):
         private.set_batches(self, rows.batch, rows.accumulation)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        if (
-            self.state.global_step >= self.state.max_steps
-        ):  # resumed where it ended: the plain one goes on
+        # Resumed where it ended, the plain trainer takes one step more.
+        if self.is_in_train and self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop, num_batches = True, 0
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 

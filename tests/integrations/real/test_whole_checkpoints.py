@@ -10,12 +10,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from tests.helpers import chaos
-from tests.integrations.real.trainers import AS_CONFIGURED, SEARCHING, make, on_ranks, rank, result
+from tests.helpers.tiny_trainer import Net, Rows, arguments, losses
+from tests.integrations.real.trainers import AS_CONFIGURED, SEARCHING, make, on_ranks, rank
 from tests.integrations.real.ways import settings_of
 from torchtune_adaptive.common import CheckpointError
+from torchtune_adaptive.integrations.transformers import adaptive
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 MANIFEST = ".checkpoint.json"
@@ -47,9 +49,6 @@ def run(kind: str, way: str, folder: str, resume: Any = None, **more: Any) -> di
     if way == "fsdp2":
         sharded = {"state_dict_type": "SHARDED_STATE_DICT"}
         settings["fsdp_config"] = {**settings["fsdp_config"], **sharded}
-    if more.pop("each node", False):  # each process is a node of its own, with a disk of its own
-        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        folder, more["save_on_each_node"] = f"{folder}/{rank()}", True
     seen = Steps(more.pop("told", None))
     with mock.patch(
         "transformers.trainer_jit_checkpoint.CheckpointManager.__init__.__defaults__", (0,)
@@ -59,8 +58,7 @@ def run(kind: str, way: str, folder: str, resume: Any = None, **more: Any) -> di
         trainer.train(resume_from_checkpoint=resume)
     except CheckpointError as error:
         return {"error": str(error)}
-    losses = [entry["loss"] for entry in result(trainer).logs if "loss" in entry]
-    return {"steps": seen.steps, "losses": losses}
+    return {"steps": seen.steps, "losses": losses(trainer)}
 
 
 @pytest.mark.parametrize(
@@ -82,12 +80,22 @@ def test_processes_agree_on_the_newest_that_is_whole(kind: str, way: str, tmp_pa
     assert all(f"{of_second.name} is truncated" in each["error"] for each in refused)
 
 
+def on_node(folder: str, resume: Any = None) -> dict[str, Any]:
+    """A process that is a node of its own, with a disk of its own. Of its own models, transformers (5.23) saves
+    weights on the first node only."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    seen, own = Steps(), Path(folder, os.environ["RANK"])
+    args = arguments(own, save_on_each_node=True, **SAVES)
+    trainer = adaptive(Trainer, AS_CONFIGURED)(Net(), args, train_dataset=Rows(), callbacks=[seen])
+    trainer.train(resume_from_checkpoint=resume)
+    return {"steps": seen.steps, "losses": losses(trainer)}
+
+
 def test_each_node_has_its_own(tmp_path: Path) -> None:
-    more = {"each node": True}
-    whole = on_ranks(_with, 2, more, "trainer", "ddp", str(tmp_path))
+    whole = on_ranks(on_node, 2, str(tmp_path))
     assert all((tmp_path / f"{node}/checkpoint-3/{MANIFEST}").stat().st_size for node in range(2))
     os.truncate(tmp_path / "1/checkpoint-3/model.safetensors", 10)
-    again = on_ranks(_with, 2, more, "trainer", "ddp", str(tmp_path), True)
+    again = on_ranks(on_node, 2, str(tmp_path), True)
     assert [each["steps"] for each in again] == [[3]] * 2
     assert [each["losses"] for each in again] == [each["losses"] for each in whole]
 
