@@ -142,6 +142,10 @@ def _on_device(here: step_table.OnDevice) -> dict[str, Any]:
 def _speed(speed: Speed | None) -> dict[str, Any] | None:
     if speed is None:
         return None
-    exact = {"tokens": speed.tokens_per_second_per_gpu, "mfu": speed.mfu, "seconds": speed.seconds}
+    exact = {
+        "tokens": speed.tokens_per_second_per_gpu,
+        "mfu": speed.mfu,
+        "seconds": speed.seconds,
+    }
     shown = {name: float(f"{value:.{_DIGITS}g}") for name, value in exact.items()}
     return {**shown, "band": speed.band}

@@ -26,7 +26,14 @@ from torchtune_adaptive.cli.speed_report import (
 from torchtune_adaptive.cli.trainer_file_report import advice, subject
 from torchtune_adaptive.cli.transformers_page import ROWS, write_step_page
 from torchtune_adaptive.cli.transformers_rollouts_report import rollouts_blocks, verdict_of
-from torchtune_adaptive.common import Block, ConfigError, Listing, Paragraph, Table, human_bytes
+from torchtune_adaptive.common import (
+    Block,
+    ConfigError,
+    Listing,
+    Paragraph,
+    Table,
+    human_bytes,
+)
 from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Machine, gpus, planned_gpu
 
 if TYPE_CHECKING:

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune_adaptive.library.liger_choices import HEAD, IN_PLACE, LOSS, OWN_LOSS, chosen_kernels
+from torchtune_adaptive.library.liger_choices import (
+    HEAD,
+    IN_PLACE,
+    LOSS,
+    OWN_LOSS,
+    chosen_kernels,
+)
 from torchtune_adaptive.library.liger_kernels import (
     GatedProduct,
     Norm,
@@ -27,7 +33,10 @@ from torchtune_adaptive.library.private import layers_of
 
 
 def apply_liger(
-    model: Any, switches: Mapping[str, bool] | None, has_head: bool, half: torch.dtype | None
+    model: Any,
+    switches: Mapping[str, bool] | None,
+    has_head: bool,
+    half: torch.dtype | None,
 ) -> None:
     """Let modules of a model compute by Liger's kernels.
 

@@ -125,7 +125,9 @@ class StepsOfPhase:
     def step(self, rows: int, length: int) -> RecordedStep:
         phase = self._phase
         return self._steps.of_phase(
-            phase.name, rows, lambda tracer: tracer.take_phase(phase.work, phase.worst_case(rows))
+            phase.name,
+            rows,
+            lambda tracer: tracer.take_phase(phase.work, phase.worst_case(rows)),
         )
 
     noted = step
@@ -138,7 +140,10 @@ class StepsOfPhase:
 
 
 def _peak(
-    of_step: StepQuestion, steps: KeptSteps, traces: KeptSteps | StepsOfPhase, phase: PhaseQuestion
+    of_step: StepQuestion,
+    steps: KeptSteps,
+    traces: KeptSteps | StepsOfPhase,
+    phase: PhaseQuestion,
 ) -> tuple[PhasePeak, str]:
     """The answer about a phase, and what to say of it."""
     asked = of_step.asked

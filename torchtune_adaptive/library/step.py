@@ -223,7 +223,9 @@ class AdaptiveStep:
         else:
             sample_dropout.drop_by_torch(model)
         self._runner = StepRunner(
-            self.train_step, advice=lambda: self.advice(), wait_for_memory=wait_for_memory
+            self.train_step,
+            advice=lambda: self.advice(),
+            wait_for_memory=wait_for_memory,
         )
         self._grow_back_after = calm_steps
         self.divides = True

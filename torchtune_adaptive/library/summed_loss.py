@@ -23,7 +23,10 @@ class SummedLoss:
     metrics: Sequence[str] = ()
 
     def __init__(
-        self, forward: Callable[[Any], Any], frozen: Sequence[nn.Module], shares: bool = False
+        self,
+        forward: Callable[[Any], Any],
+        frozen: Sequence[nn.Module],
+        shares: bool = False,
     ) -> None:
         self._forward = forward
         self._checked = False

@@ -22,7 +22,12 @@ from torchtune_adaptive.library.phase_planning import (
 from torchtune_adaptive.library.rollouts_plan import PlannedPhase, RolloutsPlan
 from torchtune_adaptive.library.step_choices import TILE_TOKENS
 from torchtune_adaptive.library.transformers_step import TransformersStep
-from torchtune_adaptive.library.vllm_engine import ASLEEP, EngineNeeds, VllmEngine, engine_needs
+from torchtune_adaptive.library.vllm_engine import (
+    ASLEEP,
+    EngineNeeds,
+    VllmEngine,
+    engine_needs,
+)
 from torchtune_adaptive.planner import gpus
 
 if TYPE_CHECKING:
@@ -270,7 +275,11 @@ class TransformersRollouts(TransformersStep):
             least.peak,
             least.parts,
             least.usable_bytes,
-            (*step.assumptions, *filter(None, [found.as_written]), *_EXPERTS * found.has_experts),
+            (
+                *step.assumptions,
+                *filter(None, [found.as_written]),
+                *_EXPERTS * found.has_experts,
+            ),
             allocated=least.allocated,
             with_retries=least.with_retries,
             unchecked=found.unchecked,

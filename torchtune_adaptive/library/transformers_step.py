@@ -16,7 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torchtune_adaptive.common import NoPrediction, about_versions, package_fingerprint, versions_of
+from torchtune_adaptive.common import (
+    NoPrediction,
+    about_versions,
+    package_fingerprint,
+    versions_of,
+)
 from torchtune_adaptive.library import step_estimate
 from torchtune_adaptive.library.liger_choices import about_liger, refuse_types
 from torchtune_adaptive.library.model_types import about_kernels, refuse_loops

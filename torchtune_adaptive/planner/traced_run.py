@@ -21,7 +21,11 @@ from torchtune_adaptive.planner.memory.peak import (
     replayed,
     runs_with_retries,
 )
-from torchtune_adaptive.planner.memory.recorded_step import Bilinear, NotRegular, RecordedStep
+from torchtune_adaptive.planner.memory.recorded_step import (
+    Bilinear,
+    NotRegular,
+    RecordedStep,
+)
 from torchtune_adaptive.planner.other_lengths import (
     FromOtherLengths,
     KnownSteps,

@@ -59,7 +59,11 @@ _GRPO: Keys = {
     "vllm_importance_sampling_correction": Sets("vllm_importance_sampling_correction", True),
     "cast_lm_head_to_fp32": Refused("has a head of its own in float32, which is not planned"),
 }
-_RLOO: Keys = {**_BOTH, "num_generations": Sets("num_generations", 2), "beta": Sets("beta", 0.05)}
+_RLOO: Keys = {
+    **_BOTH,
+    "num_generations": Sets("num_generations", 2),
+    "beta": Sets("beta", 0.05),
+}
 _IGNORED = (IGNORED - {"pad_to_multiple_of"}) | names(
     """
     reward_funcs num_generations_eval ds3_gather_for_generation shuffle_dataset top_k min_p

@@ -112,4 +112,7 @@ def _facts(layer: nn.Module) -> Iterator[tuple[Any, Any]]:
             if type(value) in _PLAIN:
                 yield (name, key), value
     for name, tensor in chain(layer.named_parameters(), layer.named_buffers()):
-        yield ((name, "tensor"), (type(tensor), tensor.shape, tensor.dtype, tensor.requires_grad))
+        yield (
+            (name, "tensor"),
+            (type(tensor), tensor.shape, tensor.dtype, tensor.requires_grad),
+        )

@@ -35,7 +35,11 @@ class Listener(Protocol):
     def copied(self, nbytes: int) -> None: ...
 
     def ran(
-        self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor], besides: int
+        self,
+        name: str,
+        reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+        besides: int,
     ) -> None: ...
 
 

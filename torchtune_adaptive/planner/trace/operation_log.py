@@ -136,7 +136,11 @@ class OperationLog:
         self._add(Operation(COPY, "offload", self._phase(), _stream(), nbytes=nbytes))
 
     def ran(
-        self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor], besides: int
+        self,
+        name: str,
+        reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+        besides: int,
     ) -> None:
         """Note a memory-bound kernel that no operation shows."""
         use = _Use(self._by_block(reads), self._by_block(writes))

@@ -114,7 +114,12 @@ class StepTracer:
     """
 
     def __init__(
-        self, simulated: bool, rank: int, ranks: int, holders: int = 1, before_ampere: bool = False
+        self,
+        simulated: bool,
+        rank: int,
+        ranks: int,
+        holders: int = 1,
+        before_ampere: bool = False,
     ) -> None:
         self.device = torch.device("cpu") if simulated else fake_device.device()
         fake_device.init_fake_ranks(rank, ranks)

@@ -81,7 +81,9 @@ def rows_by_length(axes: Any, budget: Budget, trials: Sequence[LengthTrial]) -> 
                 label=f"tried: {label}",
             )
     axes.set(
-        xlabel="longest row of a micro-batch (tokens)", ylabel="micro-batch (rows)", ylim=(0, None)
+        xlabel="longest row of a micro-batch (tokens)",
+        ylabel="micro-batch (rows)",
+        ylim=(0, None),
     )
     plots.whole_numbers(axes.xaxis)
     plots.whole_numbers(axes.yaxis)

@@ -8,7 +8,11 @@ from torchtune_adaptive.common import duration
 
 LOSS = "loss"
 REWARD, LENGTH, KL = "reward", "response length", "KL"
-_LOGGED_AS = {REWARD: ("rewards", "scores"), LENGTH: ("response_lengths",), KL: ("kl_loss", "kl")}
+_LOGGED_AS = {
+    REWARD: ("rewards", "scores"),
+    LENGTH: ("response_lengths",),
+    KL: ("kl_loss", "kl"),
+}
 """The means over a rollout by their names here, each as GRPO logs it, and as PPO does."""
 
 PHASES = {
