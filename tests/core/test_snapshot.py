@@ -210,19 +210,6 @@ def test_the_state_of_python_is_the_one_that_python_gives(first: str, second: st
         generators.restore()
 
 
-def test_numpy_is_asked_only_after_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    np.random.seed(0)  # nothing is kept of a normal number
-    Generators(torch.device("cpu"))
-    asked = []
-    get_state = np.random.get_state
-    monkeypatch.setattr(np.random, "get_state", lambda **kw: asked.append(1) or get_state(**kw))
-    Generators(torch.device("cpu"))
-    assert not asked
-    np.random.random()
-    Generators(torch.device("cpu"))
-    assert asked == [1]
-
-
 def test_another_generator_of_numpy_is_kept_as_well() -> None:
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
-import torch
 
 from tests.helpers.accelerator import Card
 from tests.helpers.decoder import adamw, batch, tiny_decoder, train_step
@@ -65,22 +61,3 @@ def test_a_step_reads_the_statistics_of_the_allocator_once(monkeypatch: pytest.M
     before = card.readings
     take()
     assert card.readings - before == 1
-
-
-def test_a_step_asks_numpy_for_its_state_only_if_it_has_drawn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    np.random.seed(0)  # another test may have drawn one of two normal numbers
-    asked: list[str] = []
-    get_state = np.random.get_state
-    monkeypatch.setattr(np.random, "get_state", lambda **kw: asked.append("") or get_state(**kw))
-    run = Trained("alone")
-    run.step(rows_of(2), collate, 2)
-    asked.clear()
-    run.step(rows_of(2), collate, 2)
-    assert not asked
-    np.random.random()
-    random.random()
-    torch.rand(())
-    run.step(rows_of(2), collate, 2)
-    assert len(asked) == 1

@@ -6,7 +6,6 @@ parameters cannot change and are not copied.
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -119,7 +118,7 @@ class Generators:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._python: tuple[Any, ...] = random.getstate()
-        self._numpy: dict[str, Any] = _numpy.state()
+        self._numpy: dict[str, Any] = np.random.get_state(legacy=False)
         self._torch = torch.get_rng_state()
         self._accelerator: torch.Tensor | None = None
         if device.type != "cpu":
@@ -172,39 +171,7 @@ class Generators:
 
     def restore(self) -> None:
         random.setstate(self._python)
-        _numpy.set(self._numpy)
+        np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
         if self._accelerator is not None:
             torch.get_device_module(self._device).set_rng_state(self._accelerator, self._device)
-
-
-class _Numpy:
-    """numpy's generator of random numbers.
-
-    numpy takes 0.1 ms to give its state, and few steps draw from it. So it is asked only if the generator's
-    memory, which it lets others read, is not what it was the last time.
-    """
-
-    _BYTES = 624 * 4 + 4  # of the words of MT19937, and of the place among them
-
-    def __init__(self) -> None:
-        self._last: tuple[bytes, dict[str, Any]] | None = None
-
-    def state(self) -> dict[str, Any]:
-        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if not isinstance(generator, np.random.MT19937):  # set by the user
-            return np.random.get_state(legacy=False)
-        words = ctypes.string_at(generator.ctypes.state_address, self._BYTES)
-        if self._last is None or self._last[0] != words:
-            state = np.random.get_state(legacy=False)
-            # Where it keeps the second of two normal numbers, giving it changes no word.
-            self._last = None if state["has_gauss"] else (words, state)
-            return state
-        return self._last[1]
-
-    def set(self, state: dict[str, Any]) -> None:
-        np.random.set_state(state)
-        self._last = None  # the words may be the same, with a number that is kept
-
-
-_numpy = _Numpy()
