@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class FolderLock:
                 unless_kept.callback(os.close, file)
                 key = (os.fstat(file).st_dev, os.fstat(file).st_ino)
                 if key not in _held:
+                    _leave_to_parent_when_forked()
                     _lock(file, folder, waits)
                     _held[key] = [file, 0]
                     unless_kept.pop_all()
@@ -94,11 +96,13 @@ def _lock(file: int, folder: Path, waits: Callable[[float], object]) -> None:
         os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
+@cache
+def _leave_to_parent_when_forked() -> None:
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def _leave_to_parent() -> None:
     """Close what a forked process has of its parent's locks: each lasts until all have closed the file."""
     for file, _ in _held.values():
         os.close(file)
     _held.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)

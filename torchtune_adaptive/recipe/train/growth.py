@@ -96,7 +96,7 @@ class Growth:
                 "(Set adaptive_batching.grow_past_memory=True to grow further by accumulation.)"
             )
             return None
-        return self._change(wanted, samples)
+        return self.grow_to(wanted, samples)
 
     def before_step(self, now: Moment) -> Grown | None:
         """Ask the schedule; what has changed, if anything has. One of the user's own changes nothing yet: it
@@ -104,26 +104,31 @@ class Growth:
         if self.schedule is None:
             return None
         self._asked, self._answer = now, _answer(self.schedule.global_batch, now)
-        return self._change(self._answer[0], now.samples) if self._is_ours else None
+        return self.grow_to(self.wanted, now.samples) if self._is_ours else None
+
+    @property
+    def wanted(self) -> int:
+        """The rows of a step that the schedule has asked for on this rank."""
+        return self._answer[0]
 
     @property
     def asks(self) -> bool:
         """Whether this rank has something to say about the batch, which all hear of as the step ends."""
-        wanted, trouble = self._answer
-        more = self._usable(wanted) > self.split.global_batch
-        return not self._is_ours and (more or bool(trouble))
+        more = self._usable(self.wanted) > self.split.global_batch
+        return not self._is_ours and (more or bool(self._answer[1]))
 
     def agree(self, samples: int) -> Grown | None:
         """Do what the user's schedule wants, after a step in which a rank ``asks``; on all ranks."""
         must = "the rows of a step over all ranks: a whole number"
-        return self._change(self._agreed(self._answer, f"{self._asked}", must), samples)
+        return self.grow_to(self._agreed(self._answer, f"{self._asked}", must), samples)
 
     def _usable(self, wanted: int) -> int:
         most = self._samples if self._past_memory else min(self._samples, self._most)
         # Equal shares, of the ranks that the run began with.
         return min(wanted, most) // self._first[2] * self._first[2]
 
-    def _change(self, wanted: int, samples: int) -> Grown | None:
+    def grow_to(self, wanted: int, samples: int) -> Grown | None:
+        """Change to a global batch, or to the largest that may be; what has changed, if anything has."""
         global_batch = self._usable(wanted)
         if global_batch <= self.split.global_batch:  # a batch never shrinks
             return None
@@ -176,7 +181,7 @@ class Growth:
                 used += future.split.global_batch
                 samples += future.split.global_batch
                 steps += 1
-                future._change(future._answer[0], samples)
+                future.grow_to(future.wanted, samples)
         return steps
 
     def state(self) -> GrowthState:
