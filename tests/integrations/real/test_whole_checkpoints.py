@@ -81,7 +81,7 @@ def test_processes_agree_on_the_newest_that_is_whole(kind: str, way: str, tmp_pa
 
 
 def on_node(folder: str, resume: Any = None) -> dict[str, Any]:
-    """A process that is a node of its own, with a disk of its own. Of its own models, transformers (5.23) saves
+    """A process that is a node of its own, with a disk of its own. Of its models, transformers (5.23) saves
     weights on the first node only."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     seen, own = Steps(), Path(folder, os.environ["RANK"])
