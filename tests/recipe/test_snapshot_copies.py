@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from tests.helpers.runs import (
     undisturbed,
 )
 from tests.helpers.snapshots import EVERY, Machines
-from torchtune_adaptive.common import RankLost
+from torchtune_adaptive.common import RankLost, durable
 from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.recipe.checkpoints import neighbours, snapshots, transfer, whole
 from torchtune_adaptive.recipe.checkpoints.all_or_none import AllOrNone
@@ -279,14 +280,10 @@ def _late_once(exchange: Any, seconds: float) -> Any:
 def full() -> None:
     """A machine with room for its own parts only, which is found when copies are written."""
     if os.environ["RANK"] == "1":
-        write = Path.open
-
-        def fail(self: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-            if mode == "ab":
-                raise OSError(28, "No space left on device", str(self))
-            return write(self, mode, *arguments, **named)
-
-        Path.open = fail  # type: ignore[method-assign]
+        file = partial(durable.HashedFile, Path("/dev/full"))
+        transfer.durable = SimpleNamespace(  # type: ignore[assignment]
+            HashedFile=lambda _, **how: file(**how)
+        )
 
 
 def small() -> None:
