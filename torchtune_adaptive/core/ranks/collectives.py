@@ -80,7 +80,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtune_adaptive.common import RankLost, UsageError, counted
+from torchtune_adaptive.common import RankLost, UsageError, announce, counted
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.counts import Counts, groups_of, other_groups
@@ -403,16 +403,13 @@ class Collectives:
 
     def _say_what_it_costs(self, launch: Launch, votes: bool) -> None:
         """Say once what it costs that the sizes of a launch may follow data."""
-        if self._told_cost:
-            return
+        if not self._told_cost:
+            line = (
+                f"{launch.key[0]} is told the sizes of its parts, which may follow data. So the ranks agree "
+                f"before each {'such ' * votes}collective, in every micro-batch: one exchange for each."
+            )
+            announce(log, line, logging.WARNING, rank_zero=self.ranks.is_zero)
         self._told_cost = True
-        log.log(
-            logging.WARNING if self.ranks.is_zero else logging.DEBUG,
-            "%s is told the sizes of its parts, which may follow data. So the ranks agree before each %s, in "
-            "every micro-batch: one exchange for each.",
-            launch.key[0],
-            "such collective" if votes else "collective",
-        )
 
     # --- launches -------------------------------------------------------------------------------------
 
