@@ -41,7 +41,7 @@ from torchtune_adaptive.core.ranks.signs import Sign
 from torchtune_adaptive.core.ranks.star import Star
 from torchtune_adaptive.core.rows.order import SampleOrder
 from torchtune_adaptive.core.sizes.packing import Budget, pack
-from torchtune_adaptive.core.step.snapshot import Generators
+from torchtune_adaptive.core.step.generators import Generators
 
 RANKS = (8, 64, 1024, 4096)
 ROWS_PER_RANK = 16

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.helpers.decoder import WITH_TORCHAO, adamw_8bit, local_values, same_bits
 from torchtune_adaptive.core.device.memory import plain_tensors
-from torchtune_adaptive.core.step.snapshot import Generators, Snapshot
+from torchtune_adaptive.core.step.snapshot import Snapshot
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
@@ -156,67 +156,3 @@ def test_paged_state_that_is_never_freed_is_reset_and_not_made_again() -> None:
     assert same_bits(local_values(searched), local_values(plain))
     for state in optimizers[0].state.values():
         assert torch.equal(state["qmap1"], torch.linspace(-1, 1, 16))
-
-
-DRAWS: dict[str, Callable[[], Any]] = {
-    "nothing": lambda: None,
-    "a number": np.random.random,
-    "a normal number, of which a second is kept": np.random.randn,
-    "two normal numbers": lambda: np.random.randn(2),
-    "more than the generator makes at once": lambda: np.random.random(700),
-    "a seed": lambda: np.random.seed(7),
-    "the state that it has": lambda: np.random.set_state(np.random.get_state()),
-}
-
-
-@pytest.mark.parametrize("second", DRAWS)
-@pytest.mark.parametrize("first", DRAWS)
-def test_the_state_of_numpy_is_the_one_that_numpy_gives(first: str, second: str) -> None:
-    np.random.seed(0)
-    for draw in (DRAWS["nothing"], DRAWS[first], DRAWS[second], DRAWS["nothing"]):
-        draw()
-        generators = Generators(torch.device("cpu"))
-        kept, expected = generators.state_dict()["numpy"], np.random.get_state(legacy=False)
-        expected["state"]["key"] = expected["state"]["key"].tolist()
-        assert kept == expected
-        drawn = np.random.randn(3).tolist()
-        generators.restore()
-        assert np.random.randn(3).tolist() == drawn
-        generators.restore()
-
-
-PYTHONS: dict[str, Callable[[], Any]] = {
-    "nothing": lambda: None,
-    "a number": random.random,
-    "a normal number, of which a second is kept": lambda: random.gauss(0, 1),
-    "more than the generator makes at once": lambda: [random.random() for _ in range(700)],
-    "a seed": lambda: random.seed(7),
-    "the state that it has": lambda: random.setstate(random.getstate()),
-}
-
-
-@pytest.mark.parametrize("second", PYTHONS)
-@pytest.mark.parametrize("first", PYTHONS)
-def test_the_state_of_python_is_the_one_that_python_gives(first: str, second: str) -> None:
-    random.seed(0)
-    for draw in (PYTHONS["nothing"], PYTHONS[first], PYTHONS[second], PYTHONS["nothing"]):
-        draw()
-        generators = Generators(torch.device("cpu"))
-        version, words, kept = random.getstate()
-        assert generators.state_dict()["python"] == [version, list(words), kept]
-        drawn = [random.gauss(0, 1) for _ in range(3)]
-        generators.restore()
-        assert [random.gauss(0, 1) for _ in range(3)] == drawn
-        generators.restore()
-
-
-def test_another_generator_of_numpy_is_kept_as_well() -> None:
-    before = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(3))
-    try:
-        generators = Generators(torch.device("cpu"))
-        drawn = np.random.random(3).tolist()
-        generators.restore()
-        assert np.random.random(3).tolist() == drawn
-    finally:
-        np.random.set_bit_generator(before)

@@ -14,7 +14,7 @@ from torchtune_adaptive.core.rows.loader import Loader
 from torchtune_adaptive.core.rows.micro_batches import ByRows, ByTokens
 from torchtune_adaptive.core.rows.order import SampleOrder
 from torchtune_adaptive.core.sizes.packing import Budget
-from torchtune_adaptive.core.step.snapshot import Generators
+from torchtune_adaptive.core.step.generators import Generators
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 
 ROWS, RANKS = 10_000_000, 4096

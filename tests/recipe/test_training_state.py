@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests.helpers.earlier import UNNUMBERED
+from tests.helpers.earlier import GENERATORS, UNNUMBERED
 from torchtune_adaptive.common.errors import CheckpointError
 from torchtune_adaptive.core.sizes.recovery import Recovery
-from torchtune_adaptive.core.step.generator_bytes import unpack_generators
+from torchtune_adaptive.core.step.generators import Generators
 from torchtune_adaptive.recipe.checkpoints.progress import TRAINING_KEY, Progress
 from torchtune_adaptive.recipe.checkpoints.training_state import VERSION, TrainingState
 
@@ -24,10 +26,15 @@ def test_a_state_without_a_version_is_read_whole_and_written_with_one() -> None:
         "fsdp_reshard_after_forward": True,
     }
     written = state.write()
-    generators = [unpack_generators(each) for each in written["generators"]]
-    for found, expected in zip(generators, UNNUMBERED["generators"], strict=True):
-        assert torch.equal(found.pop("torch"), expected["torch"])
-        assert found.items() <= expected.items() and len(found) == 3
+    for found, saved in zip(written["generators"], UNNUMBERED["generators"], strict=True):
+        Generators(torch.device("cpu")).load_bytes(found)
+        version, words, normal = random.getstate()
+        assert [version, [*words], normal] == saved["python"]
+        numpy = np.random.get_state(legacy=False)
+        assert {**numpy, "state": {**numpy["state"], "key": [*numpy["state"]["key"]]}} == saved[
+            "numpy"
+        ]
+        assert torch.equal(torch.get_rng_state(), saved["torch"])
     rest = {**written, "generators": UNNUMBERED["generators"]}
     assert rest == {**UNNUMBERED, "version": VERSION, "knobs": knobs}
     assert TrainingState.read(written) == state
@@ -71,6 +78,7 @@ def test_a_damaged_state_says_what_is_wrong(key: str) -> None:
         {**UNNUMBERED, "version": "new"},
         {**UNNUMBERED, "unheard_of": 1},
         {**UNNUMBERED, "generators": [{"torch": torch.get_rng_state()}]},
+        {**UNNUMBERED, "generators": [{**GENERATORS, "python": [3, [7] * 9, None]}]},
         {**UNNUMBERED, "version": 2},
         {**UNNUMBERED, "version": 2, "generators": torch.zeros(3)},
     ],

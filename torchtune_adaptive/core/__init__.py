@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.step import knobs, recompute, sample_dropout
     from torchtune_adaptive.core.step.buffers import Buffers
     from torchtune_adaptive.core.step.exchange import StepDone
+    from torchtune_adaptive.core.step.generators import Generators
     from torchtune_adaptive.core.step.knobs import Choice
     from torchtune_adaptive.core.step.objective import (
         Batch,
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.core.step.phase import Phase
     from torchtune_adaptive.core.step.retry import Adjustment, StepRunner
-    from torchtune_adaptive.core.step.snapshot import Generators
     from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 else:
     __getattr__, __dir__, __all__ = interface(__name__)

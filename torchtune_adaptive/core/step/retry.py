@@ -13,9 +13,9 @@ from torchtune_adaptive.core.device.memory import is_out_of_memory
 from torchtune_adaptive.core.sizes.recovery import Recovery, next_wait
 from torchtune_adaptive.core.step.exchange import StepDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import StepHalfApplied
+from torchtune_adaptive.core.step.generators import Generators
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, Choice
 from torchtune_adaptive.core.step.objective import Batch
-from torchtune_adaptive.core.step.snapshot import Generators
 from torchtune_adaptive.core.step.train_step import TrainStep
 
 

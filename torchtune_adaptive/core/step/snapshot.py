@@ -6,18 +6,16 @@ parameters cannot change and are not copied.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from torchtune_adaptive.core.device.memory import plain_tensors
 from torchtune_adaptive.core.step.buffers import Buffers
-from torchtune_adaptive.core.step.generator_bytes import pack_generators, unpack_generators
+from torchtune_adaptive.core.step.generators import Generators
 
 
 class Snapshot:
@@ -110,68 +108,3 @@ def _reset_paged(state: dict[str, Any]) -> None:
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and not name.startswith("qmap"):
             value.zero_()
-
-
-class Generators:
-    """The state of every random number generator that a step or a dataset may use."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._python: tuple[Any, ...] = random.getstate()
-        self._numpy: dict[str, Any] = np.random.get_state(legacy=False)
-        self._torch = torch.get_rng_state()
-        self._accelerator: torch.Tensor | None = None
-        if device.type != "cpu":
-            self._accelerator = torch.get_device_module(device).get_rng_state(device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state in types that a checkpoint may hold."""
-        version, words, gauss = self._python
-        numpy = dict(self._numpy)
-        numpy["state"] = {"key": numpy["state"]["key"].tolist(), "pos": numpy["state"]["pos"]}
-        return {
-            "python": [version, list(words), gauss],
-            "numpy": numpy,
-            "torch": self._torch,
-            "accelerator": self._accelerator,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the generators to their state when ``state_dict`` was called."""
-        version, words, gauss = state["python"]
-        self._python = (version, tuple(words), gauss)
-        key = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
-        pos = state["numpy"]["state"]["pos"]
-        self._numpy = {**state["numpy"], "state": {"key": key, "pos": pos}}
-        self._torch = state["torch"]
-        if self._accelerator is not None and state["accelerator"] is not None:
-            self._accelerator = state["accelerator"]
-        self.restore()
-
-    def as_bytes(self) -> torch.Tensor:
-        """The state as bytes: as many on each rank of a run."""
-        return pack_generators(self.state_dict())
-
-    def load_bytes(self, state: torch.Tensor) -> None:
-        """Set the generators to their state when ``as_bytes`` was called."""
-        self.load_state_dict(unpack_generators(state))
-
-    @staticmethod
-    def bytes_of(state: Mapping[str, Any]) -> torch.Tensor:
-        """The bytes of what ``state_dict`` gave."""
-        return pack_generators(state)
-
-    def have_moved(self) -> bool:
-        """Whether a random number has been drawn since."""
-        before, now = self.state_dict(), Generators(self._device).state_dict()
-        return any(before[name] != now[name] for name in ("python", "numpy")) or not all(
-            before[name] is None or torch.equal(before[name], now[name])
-            for name in ("torch", "accelerator")
-        )
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._accelerator is not None:
-            torch.get_device_module(self._device).set_rng_state(self._accelerator, self._device)

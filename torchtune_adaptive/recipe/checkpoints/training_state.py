@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +142,7 @@ class TrainingState:
             if rows := growth.pop("start_rows", None):  # of each rank, in version 0.2.0
                 growth["first_batch"] = rows * growth["start"][2]
             return cls(**{**values, "growth": GrowthState(**growth)})
-        except (KeyError, TypeError, ValueError) as wrong:
+        except (KeyError, TypeError, ValueError, struct.error) as wrong:
             raise CheckpointError(
                 f"The checkpoint's training state is damaged ({type(wrong).__name__}: {wrong}). Resume from "
                 "another checkpoint."
