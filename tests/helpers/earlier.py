@@ -47,7 +47,7 @@ UNNUMBERED: dict[str, Any] = {
     "knobs": {"adaptive_batching.checkpoint": "none", "fsdp_reshard_after_forward": True},
     "recovery": {
         "size": 16,
-        "relief": 0,
+        "relieved": False,
         "given_up": [],
         "wait": 100,
         "calm": 6,
