@@ -79,14 +79,14 @@ class AdaptiveSettings:
     save_every_n_steps: Annotated[int, at_least(1)] | None = _setting(
         None, memory=False, top_level=True
     )
-    """Save a mid-epoch checkpoint (``epoch_<n>_step_<step>``) every N steps; the newest two are kept. Resuming
+    """Save a mid-epoch checkpoint (``epoch_<n>_step_<step>``) every N steps; the newest two stay. Resuming
     from one continues at the exact sample."""
 
     keep_last_n_checkpoints: Annotated[int, at_least(1)] | None = _setting(
         None, memory=False, top_level=True
     )
-    """Keep only the newest N checkpoints. By default the newest two that can be resumed from are kept, and the
-    weights of all epochs (docs/checkpoints.md)."""
+    """Keep only the newest N checkpoints. By default the newest two that can be resumed from are kept, and
+    the weights of all epochs (docs/checkpoints.md)."""
 
     sharded_checkpoints: Literal["background"] | bool | None = _setting(None, memory=False)
     """Let each rank save its part of a checkpoint, in place of gathering all on rank 0; ``background``: while
