@@ -103,10 +103,8 @@ class Ranks:
         self._pending: Callable[[], object] | None = None  # waits for an exchange that has begun
         if len(members) > 1:
             self._ends = torch.zeros(2, dtype=torch.int64)
-            self._ends_value = self._ends.numpy()  # the same memory
-            self._number = torch.zeros(1, dtype=torch.int64)
-            everyones = torch.zeros(len(members), dtype=torch.int64)
-            self._numbers, self._numbers_value = [*everyones.view(-1, 1)], everyones.numpy()
+            everyones = torch.zeros(len(members), 2, dtype=torch.int64)
+            self._everyones_ends = everyones, [*everyones]
 
     def alike(self, value: Hashable) -> Ranks:
         """The ranks that pass the same value as this one; they agree in a group of their own."""
@@ -150,40 +148,19 @@ class Ranks:
         if self._group is None:
             return lambda: (number, number)
         self._wait_for_pending()
-        begin = self._begin_ring if self.size <= _ONE_COLLECTIVE else self._begin_tree
-        wait = self._call(begin, number)
+        self._ends.numpy()[:] = -number, number
+        wait = self._call(self._begin_largest, self._ends, *self._everyones_ends)
         ends: list[int] = []
 
         def end() -> tuple[int, int]:
             if not ends:
                 self._pending = None
                 self._call(wait)
-                ends.extend(self._ends_value.tolist())
+                ends.extend(self._ends.numpy().tolist())
             return -ends[0], ends[1]
 
         self._pending = end
         return end
-
-    def _begin_ring(self, number: int) -> Callable[[], Any]:
-        self._ends_value[:] = -number, number
-        options = {"op": dist.ReduceOp.MAX, "group": self._group}
-        return dist.all_reduce(self._ends, async_op=True, **options).wait
-
-    def _begin_tree(self, number: int) -> Callable[[], Any]:
-        self._number.fill_(number)
-        collect = partial(dist.gather, self._number, group=self._group, group_dst=0, async_op=True)
-        tell = partial(dist.broadcast, self._ends, group=self._group, group_src=0, async_op=True)
-        if self.rank > 0:
-            works = collect(), tell()
-            return lambda: [work.wait() for work in works]
-        collected = collect(self._numbers)
-
-        def answer() -> None:
-            collected.wait()
-            self._ends_value[:] = -self._numbers_value.min(), self._numbers_value.max()
-            tell().wait()
-
-        return answer
 
     def _wait_for_pending(self) -> None:
         if self._pending is not None:
@@ -202,20 +179,35 @@ class Ranks:
         if self._group is None or not numbers:
             return [*numbers]
         own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self._exchange(self._replace_by_largest, own)
+        self._wait_for_pending()
+        everyones = own.new_empty(self.size, len(own))
+        self._call(self._call(self._begin_largest, own, everyones, [*everyones]))
         return own.tolist()
 
-    def _replace_by_largest(self, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def _begin_largest(
+        self, own: torch.Tensor, everyones: torch.Tensor, rows: list[torch.Tensor]
+    ) -> Callable[[], Any]:
+        """Begin to replace numbers by the largest of all ranks at each place; gives what waits for it.
+
+        ``everyones`` has room for the numbers of all, and ``rows`` are its rows.
+        """
+        options: dict[str, Any] = {"group": self._group, "async_op": True}
         if self.size <= _ONE_COLLECTIVE:
-            dist.all_reduce(own, dist.ReduceOp.MAX, group)
-            return
-        everyones = None
-        if self.rank == 0:
-            everyones = own.new_empty(self.size, len(own))
-        dist.gather(own, None if everyones is None else [*everyones], group=group, group_dst=0)
-        if everyones is not None:
-            torch.amax(everyones, 0, out=own)
-        dist.broadcast(own, group=group, group_src=0)
+            return dist.all_reduce(own, dist.ReduceOp.MAX, **options).wait
+        # Rank 0 answers when it has the numbers of all, so they are in the same place as the answer.
+        collect = partial(dist.gather, own, group_dst=0, **options)
+        tell = partial(dist.broadcast, own, group_src=0, **options)
+        if self.rank > 0:
+            works = collect(), tell()
+            return lambda: [work.wait() for work in works]
+        collected = collect(gather_list=rows)
+
+        def answer() -> None:
+            collected.wait()
+            everyones.numpy().max(0, out=own.numpy())
+            tell().wait()
+
+        return answer
 
     def gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Every rank's tensor of one shape, stacked; on rank 0, and None on the others."""
