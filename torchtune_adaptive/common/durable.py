@@ -111,22 +111,21 @@ class Writer:
 
     def __init__(self, *, flush: bool = True) -> None:
         self._flush = flush
-        self._written: dict[Path | tuple[int, ...], tuple[int, str]] = {}
+        self._written: dict[tuple[int, ...], tuple[int, str]] = {}
 
     @contextmanager
     def create(self, path: Path) -> Iterator[Any]:
         """A ``HashedFile``. It is on disk when the context ends, which raises what the disk has said."""
         with HashedFile(path, flush=self._flush) as file:
             yield file
-        written = file.size, file.checksum
-        self._written |= {path: written, _identity(path): written}
+        self._written[_identity(path)] = file.size, file.checksum
 
     def files(self, folder: Path, paths: Iterable[Path] | None = None) -> Files:
         """What a manifest says of those that are in ``folder``, or have these paths there."""
         return {
             path.relative_to(folder).as_posix(): found
             for path in (folder.rglob("*") if paths is None else paths)
-            if (found := self._written.get(path) or self._written.get(_identity(path)))
+            if (found := self._written.get(_identity(path)))
         }
 
 

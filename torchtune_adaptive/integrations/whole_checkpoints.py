@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from torchtune_adaptive.common import CheckpointError, announce, durable
+from torchtune_adaptive.common import CheckpointError, announce, durable, saving_through
 
 log = logging.getLogger(__name__)
 
@@ -71,26 +71,25 @@ def _why_not_whole(folder: Path) -> str | None:
 @contextmanager
 def saving(trainer: Any, folder: Path) -> Iterator[None]:
     """A context in which a trainer saves a checkpoint in a folder."""
-    state, saves, wait = (
-        trainer.state,
-        trainer.args.should_save,
+    state, saves = trainer.state, trainer.args.should_save
+    write, wait, writer = (
+        state.save_to_json,
         trainer.accelerator.wait_for_everyone,
+        durable.Writer(),
     )
-    write, callback_of(trainer).folder = state.save_to_json, folder
+    callback_of(trainer).folder = folder
 
     def write_and_seal(path: str) -> None:
-        write(
-            path
-        )  # the last file of this process; the trainer then uploads, and removes older checkpoints
+        write(path)  # the last file here; the trainer then uploads, and removes older checkpoints
         wait()
-        durable.seal(folder, {"step": state.global_step})
+        durable.seal(folder, {"step": state.global_step}, writer.files(folder))
         for manifest in folder.parent.glob(f"checkpoint-*/{durable.MANIFEST}"):
             if not manifest.stat().st_size:  # of a run that was killed
                 shutil.rmtree(manifest.parent, ignore_errors=True)
 
     if saves:
         durable.write_durably(folder / durable.MANIFEST, b"")
-    with mock.patch.object(state, "save_to_json", write_and_seal):
+    with saving_through(writer.create), mock.patch.object(state, "save_to_json", write_and_seal):
         yield
     if not saves:
         wait()
@@ -136,9 +135,7 @@ def _callback_class() -> type:
             self.stopped = False
 
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-            if (
-                args.save_strategy != "best" or not control.should_evaluate
-            ):  # which decides whether to save
+            if args.save_strategy != "best" or not control.should_evaluate:  # else that may save
                 self._stop_if_told(control)
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **named: Any) -> None:
