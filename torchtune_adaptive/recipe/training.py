@@ -142,11 +142,13 @@ class Training:
             record=loop.metrics.record_validation,
         )
 
-    def _recovery(self, micro_batches: MicroBatches, relief: bool, split: Split) -> Recovery | None:
+    def _recovery(
+        self, micro_batches: MicroBatches, relieves: bool, split: Split
+    ) -> Recovery | None:
         if not self.asked.settings.shrinks:
             return None
         sizes = micro_batches.full_size(split), micro_batches.smaller_sizes(split)
-        return Recovery(*sizes, self.asked.settings.grow_back_after, relief)
+        return Recovery(*sizes, self.asked.settings.grow_back_after, relieves)
 
     def _adaptation(
         self, batch: DecidedBatch, optimizers: Optimizers, epochs: Epochs, noise: NoiseScale | None
