@@ -80,29 +80,29 @@ def test_retries_in_two_steps_in_a_row_are_thrashing() -> None:
     assert [recovery.is_thrashing(n) for n in (1, 2, 3, 4)] == [False, True, False, True]
 
 
-def state(recovery: Recovery) -> tuple[int, bool]:
-    return recovery.size, recovery.relieved
+def state(recovery: Recovery) -> tuple[int, int]:
+    return recovery.size, recovery.relief
 
 
-def test_what_was_given_up_comes_back_the_latest_first() -> None:
-    recovery = Recovery(4, POWERS, calm_steps=1, relieves=True)
-    assert [recovery.relieve() for _ in range(2)] == [True, False]
-    assert recovery.shrink() and state(recovery) == (2, True)
+def test_reliefs_come_back_before_sizes_do_and_in_their_order() -> None:
+    recovery = Recovery(4, POWERS, calm_steps=1, reliefs=2)
+    assert [recovery.relieve() for _ in range(3)] == [True, True, False]
+    assert recovery.shrink() and state(recovery) == (2, 2)
     states = []
     for _ in range(8):
         recovery.grow_back()
         states.append(state(recovery))
     # Each holds for the wait before the next is tried.
-    assert states == [(4, True), *[(4, False)] * 7]
+    assert states == [(4, 2), (4, 1), (4, 0), *[(4, 0)] * 5]
 
 
 def test_what_it_remembers_goes_with_a_checkpoint() -> None:
-    recovery = Recovery(4, POWERS, calm_steps=9, relieves=True)
+    recovery = Recovery(4, POWERS, calm_steps=9, reliefs=1)
     recovery.relieve()
     recovery.shrink()
-    resumed = Recovery(4, POWERS, calm_steps=9, relieves=True)
+    resumed = Recovery(4, POWERS, calm_steps=9, reliefs=1)
     resumed.load_state_dict(recovery.state_dict())
-    assert state(resumed) == (2, True) and resumed.state_dict() == recovery.state_dict()
+    assert state(resumed) == (2, 1) and resumed.state_dict() == recovery.state_dict()
     without = Recovery(4, POWERS, calm_steps=9)
     without.load_state_dict(recovery.state_dict())
-    assert state(without) == (4, False), "there is no relief here"
+    assert state(without) == (4, 0), "there is no such relief here"

@@ -47,7 +47,7 @@ UNNUMBERED: dict[str, Any] = {
     "knobs": {"adaptive_batching.checkpoint": "none", "fsdp_reshard_after_forward": True},
     "recovery": {
         "size": 16,
-        "relieved": False,
+        "relief": 0,
         "given_up": [],
         "wait": 100,
         "calm": 6,

@@ -205,7 +205,7 @@ def lost_and_resumed(way: str) -> list[Any]:
     for number in range(5):
         with memory.fail_at(9 if number == 1 and run.step.ranks.is_zero else None):
             outcome = run.step(rows_of(1, number), collate, 1)
-        seen.append((outcome.loss, outcome.retried, run.step.state_dict()["recovery"]["relieved"]))
+        seen.append((outcome.loss, outcome.retried, run.step.state_dict()["recovery"]["relief"]))
     return seen
 
 

@@ -29,14 +29,14 @@ pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 def fail_everywhere(sample: Sample, relieves: bool, settings: dict[str, Any]) -> Counter[str]:
     """Fail at operations of the first step, where more checkpointing is left to do, or is not."""
     training = Training(rows=4, micro_batch=2, switches=relieves, **settings)
-    unharmed = training.run(Recovery(2, (1, 2), None, relieves=relieves))
+    unharmed = training.run(Recovery(2, (1, 2), None, reliefs=int(relieves)))
     smaller = training.run(Sizes([1]))
     assert not same_bits(unharmed.parameters, smaller.parameters)
     counts: Counter[str] = Counter()
     operations = sample.of(training.survivable())
     for _, _, failure in fail_at_each(operations, training.memory, training.ranks):
         with failure:
-            trained = training.run(Recovery(2, (1, 2), None, relieves=relieves))
+            trained = training.run(Recovery(2, (1, 2), None, reliefs=int(relieves)))
         shrunk = trained.sizes != unharmed.sizes
         expected = smaller if shrunk else unharmed
         counts["tried"] += 1
@@ -119,10 +119,10 @@ def fail_again_and_again(folder: Path, failures: int, checkpointing: str) -> dic
                 raise torch.OutOfMemoryError("injected")
             return func(*args, **(kwargs or {}))
 
-    unharmed = training.run(Recovery(2, (1, 2), None, relieves=True))
+    unharmed = training.run(Recovery(2, (1, 2), None, reliefs=1))
     counted["left"] = failures
     training.memory.fault = Always(0)
-    trained = training.run(Recovery(2, (1, 2), None, relieves=True), folder=folder)
+    trained = training.run(Recovery(2, (1, 2), None, reliefs=1), folder=folder)
     lines = (folder / "batch_size_events.jsonl").read_text().splitlines()
     return {
         "events": [json.loads(line) for line in lines],

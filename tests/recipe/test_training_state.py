@@ -42,14 +42,14 @@ def test_a_state_without_a_version_is_read_whole_and_written_with_one() -> None:
 
 def test_the_first_release_had_fewer_values() -> None:
     gave_up = {**UNNUMBERED["recovery"], "size": 2, "given_up": [4], "calm": 97}
-    del gave_up["relieved"]
+    del gave_up["relief"]
     old = {**UNNUMBERED, "recovery": gave_up}
     del old["knobs"], old["validated"]
     state = TrainingState.read(old)
     assert (state.knobs, state.validated) == (None, 6)
-    resumed = Recovery(4, [1, 2], calm_steps=9, relieves=True)
+    resumed = Recovery(4, [1, 2], calm_steps=9, reliefs=1)
     resumed.load_state_dict(state.recovery or {})
-    assert (resumed.size, resumed.relieved) == (2, False)
+    assert (resumed.size, resumed.relief) == (2, 0)
     assert [resumed.grow_back() for _ in range(3)] == [False, False, True] and resumed.size == 4
 
 

@@ -415,8 +415,8 @@ class AdaptiveStep:
         smaller: Sequence[int] = candidates("power_of_two", size, size) if self.divides else ()
         if unit == "token":
             smaller = [size >> halvings for halvings in range(size.bit_length())]
-        relieves = self._runner.relieves
-        self._runner.begin(size, Recovery(size, smaller, self._grow_back_after, relieves))
+        reliefs = len(self._runner.reliefs) - 1
+        self._runner.begin(size, Recovery(size, smaller, self._grow_back_after, reliefs))
 
     def _advice(self) -> str:
         if self._runner.size == 1:

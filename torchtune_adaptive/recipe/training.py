@@ -103,7 +103,7 @@ class Training:
         )
         return TrainingLoop(
             runner=runner,
-            recovery=partial(self._recovery, batch.micro_batches, runner.relieves),
+            recovery=partial(self._recovery, batch.micro_batches, len(runner.reliefs) - 1),
             watchdog=self.watchdog,
             step_timeout=settings.step_timeout,
             adaptation=self._adaptation(batch, optimizers, source.epochs, noise),
@@ -142,13 +142,11 @@ class Training:
             record=loop.metrics.record_validation,
         )
 
-    def _recovery(
-        self, micro_batches: MicroBatches, relieves: bool, split: Split
-    ) -> Recovery | None:
+    def _recovery(self, micro_batches: MicroBatches, reliefs: int, split: Split) -> Recovery | None:
         if not self.asked.settings.shrinks:
             return None
         sizes = micro_batches.full_size(split), micro_batches.smaller_sizes(split)
-        return Recovery(*sizes, self.asked.settings.grow_back_after, relieves)
+        return Recovery(*sizes, self.asked.settings.grow_back_after, reliefs)
 
     def _adaptation(
         self, batch: DecidedBatch, optimizers: Optimizers, epochs: Epochs, noise: NoiseScale | None

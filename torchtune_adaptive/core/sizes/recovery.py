@@ -21,20 +21,20 @@ class Recovery:
         size: the initial size, and the largest.
         candidates: the sizes that it may shrink to.
         calm_steps: steps without trouble after which what failed is tried again; None: never.
-        relieves: whether a step can take less memory at the same size.
+        reliefs: the number of ways to take less memory at the same size, each on top of those before.
     """
 
     def __init__(
-        self, size: int, candidates: Iterable[int], calm_steps: int | None, relieves: bool = False
+        self, size: int, candidates: Iterable[int], calm_steps: int | None, reliefs: int = 0
     ) -> None:
         self.size = size
-        self.relieved = False
-        """Whether steps take less memory at the same size."""
-        self._relieves = relieves
+        self.relief = 0
+        """The number of reliefs in use."""
+        self._reliefs = reliefs
         self._candidates = sorted(candidates)
         self._calm_steps = calm_steps
         self._wait = calm_steps
-        self._given_up: list[tuple[int, bool]] = []  # sizes, and whether relieved; the latest last
+        self._given_up: list[tuple[int, int]] = []  # sizes and reliefs, the latest last
         self._calm = 0
         self._on_trial = False  # grown back, but not yet for the whole wait
         self._retried = False  # in the last step
@@ -42,11 +42,11 @@ class Recovery:
         """Steps without trouble before what failed was last tried again."""
 
     def relieve(self) -> bool:
-        """Take less memory at the same size, with the same bits; False if that is done or impossible."""
-        if self.relieved or not self._relieves:
+        """Take less memory at the same size, with the same bits; False if every relief is in use."""
+        if self.relief == self._reliefs:
             return False
         self._give_up()
-        self.relieved = True
+        self.relief += 1
         return True
 
     def shrink(self) -> bool:
@@ -59,17 +59,17 @@ class Recovery:
         self.size = smaller[-1]
         return True
 
-    def drop_relief(self) -> bool:
-        """Do without relief for good, at a size that has not failed without; False if there is none."""
-        self._relieves = self.relieved = False
-        without = [(size, relieved) for size, relieved in self._given_up if not relieved]
+    def drop_reliefs(self) -> bool:
+        """Do without reliefs for good, at a size that has not failed without; False if there is none."""
+        self._reliefs = self.relief = 0
+        without = [(size, relief) for size, relief in self._given_up if not relief]
         self._given_up = [each for each in without if each[0] > self.size]
         return len(self._given_up) == len(without) or self.shrink()
 
     def _give_up(self) -> None:
         if self._on_trial and self._wait is not None:
             self._wait *= 2
-        self._given_up.append((self.size, self.relieved))
+        self._given_up.append((self.size, self.relief))
         self._calm, self._on_trial = 0, False
 
     def is_thrashing(self, retries: int) -> bool:
@@ -94,14 +94,14 @@ class Recovery:
             self._wait, self._on_trial = self._calm_steps, False
         if not self._given_up:
             return False
-        self.size, self.relieved = self._given_up.pop()
+        self.size, self.relief = self._given_up.pop()
         self._calm, self._on_trial = 0, True
         return True
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "size": self.size,
-            "relieved": self.relieved,
+            "relief": self.relief,
             "given_up": [list(each) for each in self._given_up],
             "wait": self._wait,
             "calm": self._calm,
@@ -111,13 +111,13 @@ class Recovery:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict``, unless what is in it is not of this run."""
-        given_up = [(size, relieved) for size, relieved in state["given_up"]]
-        now = (state["size"], state["relieved"])
+        given_up = [(size, relief) for size, relief in state["given_up"]]
+        now = (state["size"], state["relief"])
         if max(size for size, _ in (now, *given_up)) != self.size:
             return
-        if not self._relieves and any(relieved for _, relieved in (now, *given_up)):
+        if max(relief for _, relief in (now, *given_up)) > self._reliefs:
             return
-        (self.size, self.relieved), self._given_up = now, given_up
+        (self.size, self.relief), self._given_up = now, given_up
         self._calm, self._on_trial = state["calm"], state["on_trial"]
         self._retried = state["retried"]
         if self._wait is not None and state["wait"] is not None:

@@ -51,9 +51,8 @@ class StepRunner:
     only, because of another process."""
 
     recovery: Recovery | None = field(init=False, default=None)
-    choices: tuple[Choice, Choice] = field(init=False)
-    """The memory knobs as they are at the beginning; and, where that is possible, with all layers computed
-    again in backward."""
+    reliefs: list[Choice] = field(init=False)
+    """The memory knobs as they are at the beginning, and then with all layers computed again in backward."""
     retried_steps: int = field(init=False, default=0)
     allocation_retries: int = field(init=False, default=0)
     _size: int = field(init=False, default=0)
@@ -70,13 +69,8 @@ class StepRunner:
         switches = self.step.options.switches
         own, more = switches.choice, switches.choice | {CHECKPOINT: "all"}  # which changes no bit
         # Not the loss too: where memory runs out while it is computed again, torch 2.13 may keep the rest.
-        relieves = CHECKPOINT in switches and more.is_possible()
-        self.choices = own, more if relieves else own
-
-    @property
-    def relieves(self) -> bool:
-        """Whether steps can take less memory at the same size."""
-        return self.choices[0] != self.choices[1]
+        relieves = CHECKPOINT in switches and more != own and more.is_possible()
+        self.reliefs = [own, more] if relieves else [own]
 
     def begin(self, size: int, recovery: Recovery | None) -> None:
         """Use micro-batches of this size from the next step on.
@@ -88,7 +82,7 @@ class StepRunner:
 
     def _relieve(self) -> None:
         """Set the step's switches as the recovery says."""
-        choice = self.choices[self._now()[1]]
+        choice = self.reliefs[self._now()[1]]
         self.step.switch(choice)
         self.step.recomputes = choice.get(CHECKPOINT, "none") != "none"
 
@@ -100,11 +94,11 @@ class StepRunner:
     @property
     def relieved(self) -> dict[str, tuple[Any, Any]]:
         """The memory knobs that are not as they were at the beginning, each before and now."""
-        return _changes(self.choices[0], self.choices[self._now()[1]])
+        return _changes(self.reliefs[0], self.reliefs[self._now()[1]])
 
-    def _now(self) -> tuple[int, bool]:
+    def _now(self) -> tuple[int, int]:
         recovery = self.recovery
-        return (self._size, False) if recovery is None else (recovery.size, recovery.relieved)
+        return (self._size, 0) if recovery is None else (recovery.size, recovery.relief)
 
     def run(
         self,
@@ -132,7 +126,7 @@ class StepRunner:
             kept.restore()  # first: that layers are checkpointed, or not, is an attribute of theirs
             adjustment = self._adjust(outcome, number)
             if outcome.error:
-                self.choices = self.choices[0], self.choices[0]
+                self.reliefs = self.reliefs[:1]
             if adjustment.knobs:  # the attributes that it has set are not to be set back
                 kept = self.step.kept_buffers("step")
             adjusted(adjustment)
@@ -145,13 +139,13 @@ class StepRunner:
             outcome = self._attempt(micro_batches, number)
         kept.learn()
         self.allocation_retries += outcome.retries
-        self._relief_works |= self._now()[1]
+        self._relief_works |= self._now()[1] > 0
         if (learned := self._learn(outcome.retries, number + 1)) is not None:
             adjusted(learned)
         return outcome
 
     def _attempt(self, micro_batches: Callable[[int], Iterable[Batch]], number: int) -> StepOutcome:
-        self.step.survive_errors(self._now()[1] and not self._relief_works)
+        self.step.survive_errors(self._now()[1] > 0 and not self._relief_works)
         try:
             batches = micro_batches(self.size)
             number_of_them = length_hint(batches)
@@ -194,7 +188,7 @@ class StepRunner:
         # Where the optimizer ran out of memory, activations are gone, and so is what a relief would save.
         of_activations = {*outcome.failures} <= {None, "forward", "backward"}
         if self.recovery is not None and (
-            self.recovery.drop_relief() if outcome.error else self._take_less(of_activations)
+            self.recovery.drop_reliefs() if outcome.error else self._take_less(of_activations)
         ):
             return self._adjustment(before, number, where)
         seconds = next_wait(self._waited, self.wait_for_memory)
@@ -225,18 +219,18 @@ class StepRunner:
         return self._adjustment(before, number, reason)
 
     def _adjustment(
-        self, before: tuple[int, bool], number: int, reason: str, wait: float = 0.0
+        self, before: tuple[int, int], number: int, reason: str, wait: float = 0.0
     ) -> Adjustment:
-        (size, relieved), (size_after, relieved_after) = before, self._now()
-        if relieved != relieved_after:
+        (size, relief), (size_after, relief_after) = before, self._now()
+        if relief != relief_after:
             self._relieve()
-        changes = _changes(self.choices[relieved], self.choices[relieved_after])
+        changes = _changes(self.reliefs[relief], self.reliefs[relief_after])
         knobs = {key.rpartition(".")[2]: change for key, change in changes.items()}
         return Adjustment(number, reason, (size, size_after), knobs, wait)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "knobs": dict(self.choices[0]),
+            "knobs": dict(self.reliefs[0]),
             "recovery": self.recovery.state_dict() if self.recovery else None,
             "retried_steps": self.retried_steps,
             "allocation_retries": self.allocation_retries,

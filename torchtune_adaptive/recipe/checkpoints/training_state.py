@@ -134,8 +134,8 @@ class TrainingState:
                 )
             values["generators"] = _generators(values["generators"], version)
             if recovery := values["recovery"]:
-                given_up = [[x, False] if isinstance(x, int) else x for x in recovery["given_up"]]
-                values["recovery"] = {"relieved": False, **recovery, "given_up": given_up}
+                given_up = [[x, 0] if isinstance(x, int) else x for x in recovery["given_up"]]
+                values["recovery"] = {"relief": 0, **recovery, "given_up": given_up}
             if chosen := values["knobs"]:
                 values["knobs"] = {_FORMER_KEYS.get(key, key): chosen[key] for key in chosen}
             growth = {**values["growth"]}
