@@ -408,8 +408,10 @@ def test_only_one_run_writes_into_a_folder(
 
     taken = take()
     assert in_child(is_refused) == 0
-    take()  # by the same process, as in a notebook
+    again = take()  # by the same process, as in a notebook
     taken.close()
+    assert in_child(is_refused) == 0
+    again.close()
     assert in_child(take) == 0
     assert in_child(lambda: (take(), os.kill(os.getpid(), 9))) == -9
     assert in_child(take) == 0, "a killed run leaves none"
@@ -417,7 +419,7 @@ def test_only_one_run_writes_into_a_folder(
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with caplog.at_level("WARNING"):
         take()
     assert "cannot be locked (No locks available)" in caplog.text
