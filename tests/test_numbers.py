@@ -42,6 +42,7 @@ from tests.helpers.results import (
     with_ddp,
     with_fewer_layers,
 )
+from torchtune_adaptive.common.folder_lock import LEASE
 from torchtune_adaptive.library import TransformersStep
 from torchtune_adaptive.library.vllm_engine import ASLEEP
 from torchtune_adaptive.planner.memory.estimate import ERROR
@@ -405,8 +406,13 @@ CLAIMS = [
     ),
     Claim(
         "docs/checkpoints.md",
-        r"again, more than (\d) s later \| exits at once",
+        r"again more than (\d) s later \| exits at once",
         lambda: [f"{SAME_REQUEST:g}"],
+    ),
+    Claim(
+        "docs/checkpoints.md",
+        r"another machine has it, the run waits up to (\d) minutes",
+        lambda: [f"{LEASE / 60:g}"],
     ),
     Claim(
         "docs/how-it-works.md",
