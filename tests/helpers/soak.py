@@ -3,9 +3,9 @@
     python -m tests.helpers.soak --minutes 10 [--seed SEED]
 
 Each attempt is on a number of ranks of its own, and ends in some way: a rank is killed, in a step or in a
-save, or stopped until the others give it up, or is asked to stop, or its disk is full. Memory runs out on the
-way. Every step that was ever trained is compared, done again or not: its loss and its samples; at the end,
-the weights.
+save, or stopped until the others give it up, or is asked to stop, or its disk is full. Each saves in a way of
+its own: gathered, sharded, or in the background. Memory runs out on the way. Every step that was ever trained
+is compared, done again or not: its loss and its samples; at the end, the weights.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Plan:
     """The operation on files in the next save, if it happens there."""
     memory: tuple[tuple[int, int], ...] = ()
     """Steps, counted in this attempt, and ranks that run out of memory in them."""
+    sharded: bool | str = False
+    """The setting ``sharded_checkpoints``."""
 
 
 WAYS: dict[str, Callable[[Plan], object]] = {
@@ -83,12 +85,14 @@ def plan_of(chance: random.Random, ranks: int) -> Plan:
     # Only rank 0 writes.
     rank = 0 if way in ("killed in a save", "disk full") else chance.randrange(ranks)
     memory = tuple((chance.randint(1, 10), chance.randrange(ranks)) for _ in range(2))
-    return Plan(ranks, way, rank, chance.randint(2, 14), chance.randint(1, 40), memory)
+    sharded = chance.choice([False, True, "background"])
+    return Plan(ranks, way, rank, chance.randint(2, 14), chance.randint(1, 40), memory, sharded)
 
 
 def train(cfg: DictConfig, plan: Plan, trace: Path) -> None:
     """Take part in an attempt. Each step that this rank trains is written to a file."""
     rank = int(os.environ["RANK"])
+    cfg.adaptive_batching.sharded_checkpoints = plan.sharded
     step, forward = TrainingLoop._step, TrainStep._forward
     trained, short = 0, 0
 

@@ -38,7 +38,8 @@ GATHERED_FILES = {
     "weights": "/epoch_0/model-00001-:/epoch_0/.tmp",
     "state": "/recipe_state/recipe_state.pt",
     "index": "/epoch_0/model.safetensors.index.json",
-    "copied": "/epoch_0/config.json",
+    # torchtune copies to the first, and what seals a checkpoint flushes the second.
+    "copied": "/epoch_0/./config.json:/epoch_0/config.json",
     "manifest": "/.checkpoint.json",
 }
 SHARDED_FILES = {
