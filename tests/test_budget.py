@@ -48,7 +48,7 @@ GROWN: list[tuple[str, int, str]] = [
     ("library", 5, "a model's config names no code of the Hub"),
     (
         "recipe",
-        184,
+        188,
         "sharded checkpoints are data, a save in the background is finished, secrets stay out of files",
     ),
     ("torchtune_adaptive", 3, "when a schedule of one's own counts is said"),

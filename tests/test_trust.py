@@ -56,9 +56,11 @@ from torchtune_adaptive.recipe.checkpoints.torch_reader import Planner, Reader
 from torchtune_adaptive.recipe.data.length_files import LengthFile, LengthFiles, facts_of_config
 from torchtune_adaptive.recipe.origin import Origin, data_in_words
 from torchtune_adaptive.recipe.record import Record
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.fingerprint import step_facts
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.shadowing import stop_if_shadowed
+from torchtune_adaptive.recipe.tracing.traces import Traces
 
 ROOT = Path(__file__).parents[1]
 SECRET = "hf_from_the_environment"
@@ -453,6 +455,21 @@ def test_secrets_are_in_no_report_checkpoint_or_cache(secret: Any, tmp_path: Pat
         assert SECRET not in text
     assert "typed" not in report and "typed" not in origin.command
     assert saved["dataset.token"].startswith("${oc.env:SECRET_TOKEN} (sha256 ")
+
+
+def test_secrets_are_in_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where a process of the planner was given a config without references."""
+    monkeypatch.setenv("SECRET_TOKEN", SECRET)
+    asked = Asked.of(config(**{"adaptive_batching.cache": str(tmp_path)}), "full")
+    asked.cfg.model.mine = "${oc.env:SECRET_TOKEN}"
+    kept: list[str] = []
+    monkeypatch.setattr(Cache, "get", lambda _, facts: kept.append(json.dumps(facts)))
+    for one in (asked, asked.resolved()):
+        Traces(one, 1, 0)
+    assert kept[0] == kept[1] and SECRET not in kept[0]
+    monkeypatch.setenv("SECRET_TOKEN", "another")
+    Traces(asked, 1, 0)
+    assert kept[2] != kept[0]
 
 
 def test_a_secret_that_changes_is_seen_and_one_that_stays_is_not(

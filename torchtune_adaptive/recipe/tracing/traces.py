@@ -6,6 +6,8 @@ the same model on another device needs no tracing.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from dataclasses import dataclass
 from operator import attrgetter, methodcaller
@@ -82,10 +84,12 @@ class Traces:
         self._kept: Cache[dict[str, Any]] = Cache(
             cache_folder(cache, "traces"), "traces", _are_traces, most=_MOST_KEPT
         )
-        facts = step_facts(asked.cfg)
+        facts = step_facts(asked.resolved().cfg)
         self._micro_batches = facts[ACCUMULATION] = min(asked.accumulation, 2)
+        text = json.dumps(facts, sort_keys=True, default=str)
         self._facts = {
-            "config": facts,
+            # A digest, as another process has values of the environment in the place of references.
+            "config": hashlib.sha256(text.encode()).hexdigest(),
             "packed": asked.packed(),
             "device": [asked["device"], before_ampere],
             "rank": [rank, ranks],
