@@ -63,7 +63,7 @@ OF_TIER = $(TIER) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(PLACES),--places 
 LANES = @+$(MAKE) --no-print-directory -j 3 --output-sync=target test-unit test-ranks test-runs
 
 test: $(READY)
-	@echo "Running lint, types and unit tests, tests of ranks, and whole runs in parallel: about 9 minutes on 2 idle cores."
+	@echo "Running lint, types and unit tests, tests of ranks, and whole runs in parallel: about 30 minutes on 2 idle cores."
 	$(LANES)
 
 test-unit: check
