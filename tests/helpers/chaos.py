@@ -91,7 +91,9 @@ def _work(given: Sequence[int], function: str, arguments: list[str], env: dict[s
         os.environ.update(env)
         from ckpt_chaos.targets.common import arm_from_env
 
-        arm_from_env(int(env.get("RANK", 0)), lazy=True)
+        # The rank that is to be killed is told where, and no other.
+        rank = os.environ.setdefault("CKPT_CHAOS_CRASH_RANK", env.get("RANK", "0"))
+        arm_from_env(int(rank), lazy=True)
         module, _, name = function.partition(":")
         getattr(import_module(module), name)(*arguments)
         status = 0
