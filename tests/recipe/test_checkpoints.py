@@ -465,10 +465,7 @@ def test_a_disk_that_is_full_at_the_end(tmp_path: Path) -> None:
     ("writer", "reason"),
     [
         ("copy", "No space left on device: full/copy"),
-        (
-            "in the middle of weights",
-            "SafetensorError: Error while serializing: I/O error: File too",
-        ),
+        ("in the middle of weights", "File too large: "),
     ],
 )
 def test_a_disk_that_is_full_even_for_the_weights(writer: str, reason: str, tmp_path: Path) -> None:
@@ -488,7 +485,7 @@ def test_what_is_written_for_nothing_takes_no_room_from_the_weights(tmp_path: Pa
     arguments = (1, "full", cfg, tmp_path)
     (run,) = watch_ranks(run_and_look_for_open_files, *arguments, until_exit_of=[0], join=False)
     assert run.exit_code == 0, run.said
-    assert "epoch_0 is saved without its recipe state (RuntimeError: [enforce fail" in run.said
+    assert "epoch_0 is saved without its recipe state (File too large: " in run.said
     assert "open: 0" in run.said and "open: 1" not in run.said
 
 

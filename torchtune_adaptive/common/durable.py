@@ -305,7 +305,7 @@ def require_writable(folder: Path) -> None:
 
 def make_folder(folder: Path, *, flush: bool = True) -> None:
     """Make a folder, and those above it, if need be; flush the names of those that are new."""
-    if not folder.is_dir():
+    if not folder.exists():
         make_folder(folder.parent, flush=flush)
         folder.mkdir(exist_ok=True)
         if flush:
