@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torchtune_adaptive.cli.other_trainers.keys import names
-from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.common import ConfigError, network
 
 _FILE = "config.json"
 _SHAPE = names(
@@ -171,7 +169,7 @@ def _downloaded(name: str) -> str:
     login = "`hf auth login` or set HF_TOKEN"
     token = "your token" if get_token() else "no token"
     try:
-        return _within(_SECONDS, lambda: _download(name))
+        return network.within(_SECONDS, lambda: _download(name))
     except errors.OfflineModeIsEnabled:
         reason = f"is not in the local cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE is set"
         remedy = "Unset it"
@@ -202,27 +200,6 @@ def _download(name: str) -> str:
     # hf_hub_download alone tries again for minutes where the Hub does not answer. This does not.
     get_hf_file_metadata(hf_hub_url(name, _FILE), timeout=_REQUEST_SECONDS)
     return hf_hub_download(name, _FILE, etag_timeout=_REQUEST_SECONDS)
-
-
-def _within(seconds: float, work: Callable[[], str]) -> str:
-    """The result of ``work``.
-
-    Raises:
-        TimeoutError: it is not there in time. The thread that waits for it ends with the program.
-    """
-    answer: Future[str] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(work())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        return answer.result(seconds)
-    except TimeoutError as error:
-        raise TimeoutError(str(error) or f"no answer in {seconds:.0f} s") from None
 
 
 def _unreachable(hub: str, error: Exception) -> tuple[str, str]:

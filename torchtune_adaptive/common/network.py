@@ -1,12 +1,17 @@
-"""The network that gloo uses, and how many connections it makes."""
+"""The network that gloo uses, how many connections it makes, and answers that may never come."""
 
 from __future__ import annotations
 
 import os
 import resource
 import socket
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 """torch's variable that says whether gloo connects two ranks when they first exchange something."""
@@ -67,3 +72,24 @@ def allow_many_connections() -> None:
     if soft != hard:
         with suppress(OSError, ValueError):  # macOS says "unlimited", and refuses it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """The result of ``work``.
+
+    Raises:
+        TimeoutError: it is not there in time. The thread that waits for it ends with the program.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer in {seconds:g} s") from None

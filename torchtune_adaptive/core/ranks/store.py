@@ -6,16 +6,14 @@ import ipaddress
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from torchtune_adaptive.common import RankLost, launcher
+from torchtune_adaptive.common import RankLost, launcher, network
 from torchtune_adaptive.core.ranks.agreement import Ranks
 
 _LOOPBACK = "127.0.0.1"
@@ -103,17 +101,8 @@ def _connected(connect: Callable[[], dist.TCPStore], limit: float) -> dist.TCPSt
     torch waits for a store's first answer without a limit, and the port may be anybody's by now, or of a
     process that is stopped. So a thread waits, which may be left behind.
     """
-    connected: Future[dist.TCPStore] = Future()
-
-    def work() -> None:
-        try:
-            connected.set_result(connect())
-        except Exception as error:
-            connected.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
     try:
-        return connected.result(limit)
+        return network.within(limit, connect)
     except TimeoutError:
         raise RankLost(
             f"a store has taken the connection and said nothing for {limit:g} s"
