@@ -51,6 +51,11 @@ GROWN: list[tuple[str, int, str]] = [
         188,
         "sharded checkpoints are data, a save in the background is finished, secrets stay out of files",
     ),
+    (
+        "recipe",
+        15,
+        "what could not be saved is deleted before a launcher ends the ranks",
+    ),
     ("torchtune_adaptive", 3, "when a schedule of one's own counts is said"),
 ]
 """A package, the lines that it has gained since its number was set, and what users have of them."""

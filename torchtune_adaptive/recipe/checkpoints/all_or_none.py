@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ T = TypeVar("T")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LONGEST_SAVE = 24 * 3600.0
 """Seconds that ranks wait for one that writes to a slow disk; a rank that dies is noticed at once."""
+_LONGEST_UNDO = 60.0  # seconds to delete the files of a checkpoint
 
 
 class AllOrNone:
@@ -88,6 +89,22 @@ class AllOrNone:
         reasons = [one for one in said if one is not None]
         if reasons:
             raise CheckpointError(reasons[0]) from problem
+
+    @contextmanager
+    def undone_by(self, undo: Callable[[], object]) -> Iterator[None]:
+        """A context whose work is undone if it fails.
+
+        A ``CheckpointError``, which all ranks have, is raised once that is done on all of them: as soon as
+        one ends by it, a launcher ends the others.
+        """
+        try:
+            yield
+        except BaseException as error:
+            undo()
+            if isinstance(error, CheckpointError):
+                with suppress(AdaptiveBatchingError), self.ranks.waiting(_LONGEST_UNDO):
+                    self.ranks.gather(None)
+            raise
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""

@@ -445,12 +445,13 @@ class Checkpoints:
     ) -> None:
         self._write(lambda: self._folder.begin(staged), staged)
         folder = self._folder.staging / staged
-        try:
-            written = files.write(folder, gathered, partial(self._unwritable, staged))
-        except BaseException:
+
+        def abandon() -> None:
             if self._environment.ranks.is_zero:
                 self._folder.abandon(staged)
-            raise
+
+        with self._all.undone_by(abandon):
+            written = files.write(folder, gathered, partial(self._unwritable, staged))
 
         def publish() -> None:
             written.write_index(folder)

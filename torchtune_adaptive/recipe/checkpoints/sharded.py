@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Thread
@@ -111,12 +112,11 @@ class ShardedCheckpoints:
         if not in_background:
             self._write(name, state, facts, describe)
             return
-        try:
-            with self._all.together(describe, Exception):
-                staged = self._copy(state)
-        except CheckpointError:
-            self._abandon(name)
-            raise
+        with (
+            self._all.undone_by(partial(self._abandon, name)),
+            self._all.together(describe, Exception),
+        ):
+            staged = self._copy(state)
         self._name, self._running = name, Future()
         arguments = (self._running, name, staged, facts, describe)
         # Not one that Python waits for at its end, where the next rank or the disk may never answer.
@@ -195,7 +195,7 @@ class ShardedCheckpoints:
         describe: Callable[[BaseException], str],
     ) -> None:
         """Write and publish; all ranks do, and all end alike."""
-        try:
+        with self._in_thread.undone_by(partial(self._abandon, name)):
             if self._neighbours is not None:
                 self._neighbours.begin(name, self._in_thread, describe)
             of_ranks = self._written(name, state, describe)
@@ -207,9 +207,6 @@ class ShardedCheckpoints:
                 )
                 facts = {**facts, **more}
             self._publish(name, facts, known, describe)
-        except BaseException:
-            self._abandon(name)
-            raise
 
     def _write_and_log(self, done: Future[None], *arguments: Any) -> None:
         """The same in the thread, whose error is raised at the next save, but should be known now."""
