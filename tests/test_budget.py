@@ -53,8 +53,8 @@ GROWN: list[tuple[str, int, str]] = [
     ),
     (
         "recipe",
-        15,
-        "what could not be saved is deleted before a launcher ends the ranks",
+        18,
+        "what could not be saved is deleted before a launcher ends the ranks; one Ctrl-C is never two",
     ),
     ("torchtune_adaptive", 3, "when a schedule of one's own counts is said"),
 ]

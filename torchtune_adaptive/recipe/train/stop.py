@@ -143,6 +143,7 @@ class StopSignals:
         """Receive signals in a thread, which runs whatever the main thread is waiting for."""
         began: float | None = None
         all_numbers: list[int] = []
+        own = 0  # signals that this thread has sent, and not received yet
         while True:
             left = None if began is None else max(0.0, began + self._allowed - time.monotonic())
             ready, _, _ = select.select([self._receiver], [], [], left)
@@ -154,12 +155,14 @@ class StopSignals:
                 return
             received = self._receiver.recv(64)
             numbers = [number for number in received if number in SIGNALS]
+            own, numbers = max(0, own - len(numbers)), numbers[own:]
             now = time.monotonic()
             if self._over:
                 return
             if _RAISE_AGAIN in received:
                 time.sleep(0.05)  # the main thread is to be out of the hook that asked for it
                 signal.pthread_kill(self._main, self._signal or signal.SIGTERM)
+                own += 1
             if not numbers:
                 continue
             all_numbers += numbers
