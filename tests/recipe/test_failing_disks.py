@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from tests.helpers.runs import (
     train,
     undisturbed,
 )
+from torchtune_adaptive.common import CheckpointError
+from torchtune_adaptive.core import Ranks
+from torchtune_adaptive.recipe.checkpoints.all_or_none import AllOrNone
 
 pytestmark = pytest.mark.runs
 
@@ -100,6 +104,30 @@ def test_a_disk_that_fails_in_a_save(
         assert len(resumed) == (3 if is_sealed else 4), f"{case}: resumed from the wrong one"
         assert_same_end(resumed, expected)
         assert_same_weights(whole / "epoch_1", at / "epoch_1")
+
+
+def fail_on_one_rank(folder: Path) -> bool:
+    """A save that fails on rank 1; whether rank 0 has undone it when this rank ends by the error."""
+    ranks = Ranks()
+    together, gone = AllOrNone(ranks), folder / "gone"
+
+    def undo() -> None:
+        if ranks.is_zero:
+            time.sleep(1)  # as deleting many files takes
+            gone.touch()
+
+    def save() -> None:
+        with together.undone_by(undo), together.together(str):
+            if ranks.rank == 1:
+                raise OSError("rank 1 is full")
+
+    with pytest.raises(CheckpointError, match="rank 1 is full"):
+        save()
+    return gone.exists()
+
+
+def test_no_rank_ends_before_what_was_written_is_deleted(tmp_path: Path) -> None:
+    assert run_ranks(fail_on_one_rank, 2, tmp_path) == [True, True]
 
 
 def run_and_record(cfg: DictConfig) -> list[str]:

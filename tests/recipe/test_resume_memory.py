@@ -105,7 +105,7 @@ def resumed(kind: str, cfg: DictConfig) -> tuple[int, int, set[str], Records]:
         run.prepare = looking(run.prepare)  # type: ignore[method-assign]
     records = run_ours(kind, cfg)
     in_place = cfg.get("enable_async_checkpointing", False)  # a sharded one is read into the model
-    assert bool(tensors) is not in_place
+    assert not tensors if in_place else tensors
     return grown[0], held["bytes"], held["files"], records
 
 
