@@ -57,9 +57,9 @@ def said(folder: Path) -> str:
     return (folder / "said").read_text()
 
 
-def wait_until(text: str, folder: Path) -> None:
+def wait_until(text: str, folder: Path, times: int = 1) -> None:
     end = time.monotonic() + 300
-    while text not in said(folder):
+    while said(folder).count(text) < times:
         assert time.monotonic() < end, said(folder)
         time.sleep(0.05)
 
