@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 OTHERS = ("transformers", "peft", "trl", "bitsandbytes", "requests", "lightning", "pillow")
+TOOLS = ("pytest", "ckpt-chaos")
+"""What tests there need besides."""
 TORCHTITAN = ("torchtitan==0.3.0", "triton", "torchao>=0.18")
 """torchtitan needs an older datasets than TRL; and it does not say that it needs the other two."""
 AXOLOTL = (
@@ -85,7 +87,7 @@ def make_environment(
     install = [*pip, "install", "--quiet", "--no-compile"]
     constraint = ["--constraint", ROOT / "constraints.txt"]
     subprocess.run([*install, *constraint, "torch"], check=True, timeout=600)
-    rest = [*constraint * pinned, "./library", *others, "pytest"]
+    rest = [*constraint * pinned, "./library", *others, *TOOLS]
     subprocess.run([*install, *rest], cwd=ROOT, check=True, timeout=1200)
     if without_dependencies:
         alone = [*install, "--no-deps", *without_dependencies]
