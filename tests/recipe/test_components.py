@@ -228,6 +228,7 @@ def test_what_datasets_makes_of_a_hub_that_does_not_answer(
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         there = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
+        there |= {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
         command = [sys.executable, "-c", ASK]
         done = subprocess.run(
             command, env=os.environ | there, capture_output=True, text=True, timeout=200
