@@ -410,9 +410,7 @@ def test_ctrl_c_twice_ends_a_launched_run_at_once(program: str, tmp_path: Path) 
     (tmp_path / "mine.py").write_text(STOPPING)
     command = [BIN / program, "run", "--nproc_per_node", "2", "mine.py", "--config", "tiny/full"]
     run = start(command, tmp_path, tmp_path / "said")
-    while said(tmp_path).count("trains") < 2:
-        assert run.poll() is None, said(tmp_path)
-        time.sleep(0.05)
+    wait_until("trains", tmp_path, times=2, run=run)
     os.killpg(run.pid, signal.SIGINT)
     wait_until("rank 0: Ctrl-C: saving a checkpoint", tmp_path)
     wait_until("signal SIGINT", tmp_path, times=2)  # the launcher has passed the first one on

@@ -57,10 +57,13 @@ def said(folder: Path) -> str:
     return (folder / "said").read_text()
 
 
-def wait_until(text: str, folder: Path, times: int = 1) -> None:
+def wait_until(
+    text: str, folder: Path, times: int = 1, run: subprocess.Popen[Any] | None = None
+) -> None:
+    """Wait until a run has said something so often; fail once it has ended, if that is the ``run`` given."""
     end = time.monotonic() + 300
     while said(folder).count(text) < times:
-        assert time.monotonic() < end, said(folder)
+        assert time.monotonic() < end and (run is None or run.poll() is None), said(folder)
         time.sleep(0.05)
 
 
