@@ -15,13 +15,15 @@ TOKENS_IN = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 @dataclass(frozen=True)
 class Job:
-    """The tokens to train on, and the prices of one GPU for an hour."""
+    """The tokens, or rows, to train on, and the prices of one GPU for an hour."""
 
     tokens: float | None = None
     price: float | None = None
     """Price of the planned GPU, if it is known."""
     compared: tuple[float, ...] = ()
     """Price of each GPU that the plan is compared with, if they are known."""
+    unit: str = "tokens"
+    """What is counted: rows, where these are not of tokens."""
 
     def hours(self, speed: Speed, ranks: int) -> float | None:
         """The hours that the job takes; None if it has no tokens."""

@@ -14,6 +14,7 @@ from torchtune_adaptive.cli.hub import model_of
 from torchtune_adaptive.cli.machine_options import add_arguments as add_machine_options
 from torchtune_adaptive.cli.machine_options import machine_told
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile, read_file
+from torchtune_adaptive.cli.program_plan import plan_of_program, split
 from torchtune_adaptive.cli.recipes import require_recipes
 from torchtune_adaptive.cli.transformers_plan import (
     GENERATING,
@@ -47,6 +48,9 @@ examples:
     tune-adaptive plan llama3_1/8B_full --nproc 8 --gpu h100 --fastest
   a model of the Hub, by its config.json, as TRL trains it:
     tune-adaptive plan --hf Qwen/Qwen3-8B --method lora --gpu 4090 dtype=bfloat16
+  what a program of one's own trains, run to its third step on a GPU that is not there:
+    tune-adaptive plan train.py --lr 1e-4 --gpu 4090
+    tune-adaptive plan --gpu 4090 -m trl sft --config sft.yaml
   what a file of Axolotl, LLaMA-Factory or TRL trains:
     tune-adaptive plan axolotl.yaml --gpu 4090 micro_batch_size=4
 """
@@ -92,6 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "tokens in a row: the length of the longest sample, or of the longest prompt of a rollout"
     )
     add("--seq-len", "--max-seq-len", "--max-length", type=int, metavar="N", help=length_help)
+    add("--rows", type=int, metavar="N", help="rows in a batch of a program, if not its own number")
+    assume_help = "the value that a program asks for at a place, e.g. train.py:31=0.5, as an error says"
+    add("--assume", action="append", metavar="PLACE=VALUE", help=assume_help)
+    show_help = "show what a program prints, on stderr, and the traceback where it fails"
+    add("--show-output", action="store_true", help=show_help)
     add("--tokens", metavar="N", help="tokens to train on, e.g. 52M, for hours and cost")
     price_help = "price of one GPU for an hour: one for all, or one for each of --compare"
     add("--price", metavar="P", help=price_help)
@@ -138,9 +147,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """What is asked. Overrides may stand anywhere, and options may have underscores, as torchrun's."""
+    words, program = split(words)
     dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in words]
     arguments, unknown = parser.parse_known_intermixed_args(dashed)
     as_given = dict(zip(dashed, words, strict=True))
+    arguments.program = program
     arguments.unknown = [as_given.get(word, word) for word in unknown]
     return arguments
 
@@ -177,6 +188,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise _no_option(*arguments.unknown[:2])
     memory = amount_of_memory("--memory", arguments.memory) if arguments.memory else None
     gpu, nodes, machine = machine_told(arguments)
+    if arguments.program:
+        _, gpu = _gpus(arguments.nproc, gpu, nodes)
+        return EXIT_STATUS[plan_of_program(arguments, gpu, memory, machine)]
     file = _trainer_file(arguments)
     ranks, gpu = _gpus(arguments.nproc, gpu, nodes, file.ranks if file else None)
     if arguments.seq_len is not None and arguments.seq_len < 2:

@@ -46,7 +46,7 @@ def speed_blocks(
     in_all = f", {each * ranks:,.0f} in all" if ranks > 1 else ""
     condition = "" if fits else ", if it fitted"
     lines = [
-        f"Speed at {where} {rows}{condition}: {each:,.0f} tokens/s per GPU ({band_text(speed)}){in_all}, "
+        f"Speed at {where} {rows}{condition}: {each:,.0f} {job.unit}/s per GPU ({band_text(speed)}){in_all}, "
         f"MFU {speed.mfu:.0%}; a step takes {human_seconds(speed.seconds)}."
     ]
     if speed.attention_decides:
@@ -81,7 +81,7 @@ def cost_lines(speed: Speed, ranks: int, job: Job) -> list[str]:
     if hours is None:
         return []
     low, high = (1 / (1 + share) for share in reversed(speed.band))
-    text = f"{human_tokens(job.tokens or 0)} tokens take {hours:.3g} hours"
+    text = f"{human_tokens(job.tokens or 0)} {job.unit} take {hours:.3g} hours"
     if ranks > 1:
         text += f", {hours * ranks:.3g} GPU hours"
     if cost is not None:
@@ -94,7 +94,7 @@ def cost_lines(speed: Speed, ranks: int, job: Job) -> list[str]:
 def compare_table(devices: Sequence[DeviceAnswer], ranks: int, job: Job) -> Table:
     """The config on several devices; speed, hours and cost only where it fits."""
     (rows,) = {one.rows for one in devices}
-    header = ["device", "verdict", "peak", "largest", f"tokens/s at {counted(rows, 'row')}", "MFU"]
+    header = ["device", "verdict", "peak", "largest", f"{job.unit}/s at {counted(rows, 'row')}", "MFU"]
     if job.tokens is not None:
         header += ["hours", *(["cost"] if job.compared else [])]
     lines = []
@@ -110,7 +110,7 @@ def compare_table(devices: Sequence[DeviceAnswer], ranks: int, job: Job) -> Tabl
             known = (f"{each:,.3g}" for each in costs if each is not None)
             row += [band, f"{one.speed.mfu:.0%}", *known]
         lines.append(row)
-    title = "On other devices" + (f", {ranks} each" if ranks > 1 else "") + " (tokens/s per GPU)"
+    title = "On other devices" + (f", {ranks} each" if ranks > 1 else "") + f" ({job.unit}/s per GPU)"
     return Table(title, header, lines, set(range(2, len(header))))
 
 

@@ -125,7 +125,7 @@ class ModelTracer(StepTracer):
             self.recorder.category = category
 
         def done(_: Any) -> None:
-            fake = tree_map_only(torch.Tensor, self._fake.from_tensor, batch)
+            fake = tree_map_only(torch.Tensor, self.fake_mode.from_tensor, batch)
             on_device = self.step.to_device(fake)
             label(self.recorder.ACTIVATIONS)
             with self.memory.running():
@@ -140,7 +140,7 @@ class ModelTracer(StepTracer):
     def take_step(self, rows: int) -> RecordedStep:
         made = self._batch(rows)
         return self.trace(
-            lambda: tree_map_only(torch.Tensor, self._fake.from_tensor, made),
+            lambda: tree_map_only(torch.Tensor, self.fake_mode.from_tensor, made),
             self._accumulation,
             lambda: 0,  # what is repeated is seen anyway, and which layer it is does not matter
         )
@@ -149,7 +149,7 @@ class ModelTracer(StepTracer):
         try:
             with (
                 self.splitting(),
-                _FakeOnDevice(self._fake, self.device),
+                _FakeOnDevice(self.fake_mode, self.device),
                 torch.device("meta"),
                 mock.patch.object(torch, "compile", self.as_compiled),
             ):

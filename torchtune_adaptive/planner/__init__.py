@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
-    from torchtune_adaptive.planner import step_table, steps_by_choice
+    from torchtune_adaptive.planner import programs, step_table, steps_by_choice
     from torchtune_adaptive.planner.memory import estimate, gpus
     from torchtune_adaptive.planner.memory.peak import (
         DOES_NOT_FIT,

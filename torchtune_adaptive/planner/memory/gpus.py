@@ -49,6 +49,12 @@ class Gpu:
         return self.name in _BEFORE_AMPERE
 
     @property
+    def capability(self) -> tuple[int, int]:
+        """The CUDA capability, as torch gives it; that of an A100 for AMD's."""
+        named = (found for found, beginnings in _CAPABILITIES.items() if self.name.startswith(beginnings))
+        return next(named, (8, 0))
+
+    @property
     def total(self) -> int:
         return int(self.gib * GIB)
 
@@ -144,6 +150,17 @@ _FACTS = {
     "mi355x-288gb": (287.69, _LARGE, _amd("accelerators/instinct/mi350/mi355x")),
 }
 """GiB in total, bytes of a workspace, and source, by name."""
+_CAPABILITIES = {
+    (7, 0): ("v100",),
+    (7, 5): ("rtx2080", "rtx8000", "t4"),
+    (8, 6): ("rtx30", "a4000", "a5000", "a6000", "a10-", "a10g", "a40-"),
+    (8, 9): ("rtx40", "rtx5000ada", "rtx6000ada", "l4"),
+    (9, 0): ("h100", "h800", "h20", "gh200"),
+    (10, 0): ("b200", "gb200"),
+    (10, 3): ("b300",),
+    (12, 0): ("rtx50", "rtxpro"),
+}
+"""CUDA capabilities, by beginnings of names; all others have (8, 0)."""
 _BEFORE_AMPERE = ("rtx2080ti-11gb", "rtx8000-48gb", "t4-16gb", "v100-16gb", "v100-32gb")
 GPUS = {name: Gpu(name, *facts) for name, facts in _FACTS.items()}
 DEFAULT = "h100-80gb"

@@ -108,7 +108,7 @@ def kept_by(first: RecordedStep, later: RecordedStep) -> list[Kept]:
     """The blocks that a run's first step keeps.
 
     Raises:
-        NotRegular: it differs from a later one in more than these.
+        NotRegular: it differs from a later one in much more than these.
     """
     freed = {block for block, nbytes, _ in first.events if nbytes < 0}
     kept: list[Kept] = []
@@ -118,9 +118,55 @@ def kept_by(first: RecordedStep, later: RecordedStep) -> list[Kept]:
             kept.append(Kept(len(others), event))
         else:
             others.append(event)
-    if _structure(RecordedStep(others, {}).renumbered()) != _structure(later.renumbered()):
-        raise NotRegular("a first step has other allocations than later ones")
-    return kept
+    if _structure(RecordedStep(others, {}).renumbered()) == _structure(later.renumbered()):
+        return kept
+    places = _places(_kinds(RecordedStep(others, first.labels)), _kinds(later))
+    return [Kept(places[place], event) for place, event in kept]
+
+
+_ALIKE = 8
+"""Events that show where two steps go on alike."""
+_DIFFERENT = 64
+"""Events that a first step may have more or fewer, but no more than a tenth: a trainer keeps its last loss, say."""
+
+
+def _kinds(step: RecordedStep) -> list[tuple[bool, int, str]]:
+    """What is done in each event, and the operation that allocated the block."""
+    streams = {event.block: event.stream for event in step.events if event.nbytes >= 0}
+    return [
+        (nbytes < 0, streams.get(block, 0), step.labels[block].operation if block in streams else "")
+        for block, nbytes, _ in step.events
+    ]
+
+
+def _places(some: Sequence[Any], others: Sequence[Any]) -> list[int]:
+    """The place among the others of each of some events, and of their end.
+
+    Raises:
+        NotRegular: they differ too much.
+    """
+    places: list[int] = []
+    left = min(_DIFFERENT, len(others) // 10)
+    at = 0
+    while len(places) < len(some) or at < len(others):
+        here = len(places)
+        if here < len(some) and at < len(others) and some[here] == others[at]:
+            places.append(at)
+            at += 1
+            continue
+        for missing in range(1, left + 1):
+            for fewer in range(missing + 1):
+                again, there = here + fewer, at + missing - fewer
+                if some[again : again + _ALIKE] == others[there : there + _ALIKE]:
+                    break
+            else:
+                continue
+            places += [at] * fewer
+            at, left = there, left - missing
+            break
+        else:
+            raise NotRegular("a first step has other allocations than later ones")
+    return [*places, len(others)]
 
 
 def first_of_its_size(step: RecordedStep, kept: Sequence[Kept]) -> list[MemoryEvent]:

@@ -33,7 +33,7 @@ class Shortening:
     """
 
     def __init__(self, kept: int, period: int = 1, least: int = 1) -> None:
-        self._kept, self._period, self._least = kept, period, least
+        self.kept, self.period, self.least = kept, period, least
         self._deepest: tuple[_Run, int] | None = None
         self.repetitions = 0
         """The number of repetitions that the model has."""
@@ -41,8 +41,8 @@ class Shortening:
     @property
     def removed(self) -> int:
         """The number of repetitions that are removed."""
-        removed = self.repetitions - self._kept
-        return removed if removed >= self._least else 0
+        removed = self.repetitions - self.kept
+        return removed if removed >= self.least else 0
 
     @property
     def layers(self) -> int:
@@ -56,7 +56,7 @@ class Shortening:
 
     def __call__(self, model: nn.Module) -> None:
         for layers in lists_of_layers(model):
-            run, count = _repeating(layers, self._period), len(layers)
+            run, count = _repeating(layers, self.period), len(layers)
             if self._deepest is None:
                 self._deepest = run, count
                 self.repetitions = (run.end - run.begin) // run.period

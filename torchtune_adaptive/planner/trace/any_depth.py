@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torchtune_adaptive.common import AdaptiveBatchingError
 from torchtune_adaptive.planner.deep_step import deep_start_up, deep_step
@@ -19,7 +19,7 @@ from torchtune_adaptive.planner.repetition import NotPeriodic
 from torchtune_adaptive.planner.told import tell, telling
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.planner.trace.beside import Beside
-from torchtune_adaptive.planner.trace.step_tracer import StepTracer
+from torchtune_adaptive.planner.trace.compiled_regions import CompiledRegions
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,18 @@ class _NeedsAllLayers(NotPeriodic):
     """A step that no model with fewer layers tells anything about, however many of them are left."""
 
 
+class TracerOfModel(Protocol):
+    """A tracer of the steps of one model, as ``StepTracer`` is."""
+
+    set_up: RecordedStep
+    needs_all_layers: str
+    regions: CompiledRegions | None
+
+    def compile_with(self, other: Any, /) -> None: ...
+
+
 T = TypeVar("T")
-Tracer = TypeVar("Tracer", bound=StepTracer)
+Tracer = TypeVar("Tracer", bound=TracerOfModel)
 
 
 class _Begun(NamedTuple, Generic[Tracer]):

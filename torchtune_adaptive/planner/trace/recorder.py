@@ -176,6 +176,10 @@ class Watch(TorchDispatchMode):
         finally:
             self._pausing -= 1
 
+    def read(self, tensor: torch.Tensor) -> Any:
+        """A value for what is read from a fake tensor."""
+        return _any_value(tensor)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is _DEVICE and type(args[0]) is FakeTensor:  # a third of all calls
             return args[0].fake_device
@@ -193,7 +197,7 @@ class Watch(TorchDispatchMode):
         if func is _SCALAR:
             if recorder.log is not None and not self._pausing:
                 recorder.log.read_by_host(args[0])
-            return _any_value(args[0])
+            return self.read(args[0])
         if not self.recording:
             return self.results(func, args, kwargs)
         is_sum = func is _aten.add.Tensor and not kwargs and not recorder.simulated

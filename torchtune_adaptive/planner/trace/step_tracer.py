@@ -111,6 +111,7 @@ class StepTracer:
         ranks: the number of ranks.
         holders: the number of them that hold the same rows, and have successive numbers.
         before_ampere: whether the device stands for a GPU that is older than Ampere.
+        watch: what sees the operations, and passes them to a recorder.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class StepTracer:
         ranks: int,
         holders: int = 1,
         before_ampere: bool = False,
+        watch: Callable[[Recorder, private.FakeTensorMode], Watch] = Watch,
     ) -> None:
         self.device = torch.device("cpu") if simulated else fake_device.device()
         fake_device.init_fake_ranks(rank, ranks)
@@ -129,11 +131,13 @@ class StepTracer:
         self.ranks = FakeRanks(rank, ranks, holders)
         self.recorder = Recorder(self.device)
         self.memory = FakeMemory(self.recorder)
-        self._fake = private.FakeTensorMode(allow_non_fake_inputs=True)
-        self._watch = Watch(self.recorder, self._fake)
-        self._known_events = KnownEvents(self.recorder, self._watch, self._fake)
+        self.fake_mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+        self.watch = watch(self.recorder, self.fake_mode)
+        self._known_events = KnownEvents(self.recorder, self.watch, self.fake_mode)
         self._within: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Context in which to trace as well."""
+        self.models: Sequence[nn.Module] = ()
+        self.set_up = RecordedStep([], {})
         self._optimizer_state_is_there = False
         self.regions: CompiledRegions | None = None
         """Regions that are compiled; None if everything runs as it is written."""
@@ -145,7 +149,7 @@ class StepTracer:
         """Take what is compiled with a backend as compiled from now on, where that is known to be right."""
         self._not_followed = check_compiler(self.device, backend)
         if not self._not_followed:
-            self.regions = CompiledRegions(self.device, self._fake)
+            self.regions = CompiledRegions(self.device, self.fake_mode)
 
     def compile_with(self, other: StepTracer) -> None:
         """Compile what is alike in both once."""
@@ -163,10 +167,10 @@ class StepTracer:
 
     def begin(self, step: TrainStep, models: Sequence[nn.Module]) -> None:
         """Trace this step of these models from now on. Its tensors are fake, on the tracer's device."""
-        self.step, self._models = step, tuple(models)
+        self.step, self.models = step, tuple(models)
         if not self.recorder.simulated:
             for optimizer in step.optimizers:
-                _update_at_once(optimizer, self.device)
+                update_at_once(optimizer, self.device)
         parameters = [p for model in models for p in model.parameters()]
         self.uneven = any(_is_uneven(p) for p in parameters if isinstance(p, DTensor))
         """Whether ranks hold different shares of the parameters."""
@@ -219,7 +223,7 @@ class StepTracer:
             tell("optimizer")
             step.apply()
             if not self._optimizer_state_is_there:
-                recorder.relabel(_state(step.optimizers), recorder.OPTIMIZER)
+                recorder.relabel(state_of(step.optimizers), recorder.OPTIMIZER)
                 self._optimizer_state_is_there = True
 
         # The first step is different.
@@ -261,14 +265,14 @@ class StepTracer:
             recorder.log = None
             gc.enable()
         traced = recorder.take_events()
-        self._label_streams(traced)
+        self.label_streams(traced)
         return traced._replace(operations=log.finish()) if log is not None else traced
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
         """A context in which tensors are fake, and nothing is recorded."""
         without_values = private.replaced(private.of_meshes())
-        with without_values, self.splitting(), self._fake, self._watch, self._watch.paused():
+        with without_values, self.splitting(), self.fake_mode, self.watch, self.watch.paused():
             yield
 
     @staticmethod
@@ -282,17 +286,17 @@ class StepTracer:
         # What is compiled already runs eager: dynamo does not know the device.
         with (
             fake_device.numbering_streams(self._streams),
-            private.replaced(self._replacements()),
+            private.replaced(self.replacements()),
             torch.compiler.set_stance("force_eager"),
-            self._fake,
-            self._watch,
+            self.fake_mode,
+            self.watch,
             self._within(),
         ):
             yield
 
-    def _replacements(self) -> private.Replacements:
+    def replacements(self) -> private.Replacements:
         """Replacements while tracing."""
-        recorder, watch = self.recorder, self._watch
+        recorder, watch = self.recorder, self.watch
         resize = torch.UntypedStorage.resize_
 
         def seen_resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
@@ -356,7 +360,7 @@ class StepTracer:
             return function
         return self.regions.region(function)
 
-    def _label_streams(self, step: RecordedStep) -> None:
+    def label_streams(self, step: RecordedStep) -> None:
         """Label what FSDP allocates on its own streams by the stream."""
         on_streams = self.stream_categories()
         for block, _, stream in step.events:
@@ -366,14 +370,14 @@ class StepTracer:
     def stream_categories(self) -> dict[int, str]:
         """Categories of what FSDP allocates on its own streams, by the stream's number."""
         found = {}
-        for streams in map(private.communication_streams, self._models):
+        for streams in map(private.communication_streams, self.models):
             for name, category in _ON_STREAMS.items():
                 if isinstance(stream := getattr(streams, name, None), fake_device.FakeStream):
                     found[stream.number] = category
         return found
 
 
-def _update_at_once(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def update_at_once(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Let an optimizer update all tensors at once where it would do so by itself on a GPU. That takes
     temporaries of the size of all of them. torch decides by their types, which fake tensors change."""
     for group in optimizer.param_groups:
@@ -394,6 +398,6 @@ def _is_uneven(parameter: DTensor) -> bool:
     return any(size % number for size, number in zip(parameter.shape, parts, strict=True))
 
 
-def _state(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+def state_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     return [value for state in states for value in state.values() if torch.is_tensor(value)]

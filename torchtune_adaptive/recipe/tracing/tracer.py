@@ -96,7 +96,7 @@ class Tracer(StepTracer):
                 _initialize_fake_ropes(each, environment)
             self._images = Images.of(model)
             if self._images is not None:
-                self._images.prepare(model, self._watch.replaced)
+                self._images.prepare(model, self.watch.replaced)
             self._follow_layers(model)  # inside of the switches that repeat them
             objective = kind.objective(model, frozen)
             step = self._new_step(asked, environment, model, objective)

@@ -1,0 +1,237 @@
+"""``plan train.py ...``: the user's own program, run on a GPU that is not there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from torchtune_adaptive.cli.job import Job, job
+from torchtune_adaptive.cli.margin import caution, caution_of_retries, peak_of
+from torchtune_adaptive.cli.page_choices import names_in
+from torchtune_adaptive.cli.plan_progress import with_progress
+from torchtune_adaptive.cli.speed_report import (
+    DeviceAnswer,
+    compare_table,
+    speed_as_dict,
+    speed_blocks,
+)
+from torchtune_adaptive.common import (
+    Block,
+    ConfigError,
+    Listing,
+    Paragraph,
+    Table,
+    counted,
+    human_bytes,
+)
+from torchtune_adaptive.planner import (
+    DOES_NOT_FIT,
+    Answer,
+    DeviceLimits,
+    Machine,
+    Pace,
+    gpus,
+    planned_gpu,
+    programs,
+)
+
+_HEADROOM = 0.05
+_LONGEST = 600.0
+"""Seconds that a program may take."""
+_WITH_VALUE = (
+    *("--gpu", "--memory", "--rows", "--max-length", "--assume", "--compare", "--tokens", "--price"),
+    *("--power", "--links", "--network"),
+)
+_ALONE = ("--json", "--markdown", "--no-what-ifs", "--show-output")
+"""Options of ``plan`` that may stand among those of the program."""
+_NOT_FOR_PROGRAMS = ("html", "fastest", "may_change", "hf", "trainer", "method", "accelerate", "nproc")
+
+
+class Split(NamedTuple):
+    """A command line: what is for ``plan``, and what is the program with its arguments."""
+
+    words: list[str]
+    program: tuple[str, ...]
+
+
+def split(words: Sequence[str]) -> Split:
+    """Find the program on a command line: a script, or ``-m`` and a module. All that follows is the program's
+    own, but for options of ``plan``; what follows ``--`` is so in any case."""
+    words = [*words]
+    explicit = "--" in words
+    begin = words.index("--") + 1 if explicit else _begin(words)
+    if begin is None or begin >= len(words):
+        return Split(words, ())
+    own, program = words[: begin - explicit], words[begin:]
+    if explicit:
+        return Split(own, tuple(program))
+    head = 2 if program[0] == "-m" else 1
+    kept, rest = program[:head], iter(program[head:])
+    for word in rest:
+        name = word.partition("=")[0]
+        if name in _WITH_VALUE:
+            own += [word] if "=" in word else [word, next(rest, "")]
+        elif name in _ALONE:
+            own.append(word)
+        else:
+            kept.append(word)
+    return Split(own, tuple(kept))
+
+
+def _begin(words: Sequence[str]) -> int | None:
+    """Where the program begins, if there is one."""
+    for at, word in enumerate(words):
+        before = words[at - 1] if at else ""
+        if word == "-m":
+            return at
+        if word.endswith(".py") and not word.startswith("-") and before not in _WITH_VALUE:
+            return at
+    return None
+
+
+def plan_of_program(
+    arguments: argparse.Namespace, gpu: str | None, memory: int | None, machine: Machine
+) -> str:
+    """Print a prediction of what a program trains; returns its verdict.
+
+    Raises:
+        ConfigError: an option cannot work.
+        NoPrediction: the program cannot be run on a device that is not there.
+    """
+    for name in _NOT_FOR_PROGRAMS:
+        if value := getattr(arguments, name):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(option, str(value), "is not for a program", "Leave it out")
+    words = arguments.program
+    if words[0] != "-m" and not Path(words[0]).is_file():
+        raise ConfigError("PROGRAM", words[0], "is not a file", "Give the path of a script")
+    kind = gpus.gpu(gpu or gpus.DEFAULT)
+    names = names_in(arguments.compare)
+    others = [gpus.gpu(name, "--compare") for name in names]
+    asked_job = job(arguments.tokens, arguments.price, kind.name, names)
+    device, assumptions = planned_gpu(kind, 1, _HEADROOM, memory)
+    program = programs.Program(
+        words=words,
+        gpu=kind,
+        rows=arguments.rows,
+        length=arguments.seq_len,
+        assumed=_assumed(arguments.assume or ()),
+        shows=arguments.show_output,
+    )
+    is_named = gpu is not None or memory is None
+    asked = [(device, _pace(kind, machine) if is_named else None)]
+    alike = [one for one in others if one.capability == kind.capability]
+    asked += [_question(one, machine, kind) for one in alike]
+    plan = with_progress(lambda: programs.plan_program(program, asked, _LONGEST))
+    found = dict(zip((one.name for one in alike), plan.answers[1:], strict=True))
+    for one in others:
+        if one.name not in found:  # a program may take other branches there
+            apart = replace(program, gpu=one, rows=plan.answers[0].peak.rows)
+            there = [_question(one, machine, kind)]
+            answer = with_progress(lambda p=apart, t=there: programs.plan_program(p, t, _LONGEST))
+            found[one.name] = answer.answers[0]
+    compared = [DeviceAnswer.of(found[one.name]) for one in others]
+    answer = plan.answers[0]
+    asked_job = replace(asked_job, unit="tokens" if plan.seen.tokens > 1 else "rows")
+    about = (*_about(program, plan), *assumptions)
+    if arguments.json:
+        _print_json(answer, plan, about, compared, asked_job)
+        return answer.verdict
+    blocks = _blocks(answer, plan, program, asked_job)
+    if compared:
+        blocks.append(compare_table(compared, 1, asked_job))
+    print(arguments.render([*blocks, Listing("What is planned", about)]), end="")
+    return answer.verdict
+
+
+def _question(kind: gpus.Gpu, machine: Machine, planned: gpus.Gpu) -> tuple[DeviceLimits, Pace | None]:
+    device, _ = planned_gpu(kind, 1, _HEADROOM)
+    return device, _pace(kind, machine if kind == planned else machine.for_other_gpus)
+
+
+def _pace(kind: gpus.Gpu, machine: Machine) -> Pace | None:
+    """What the speed on a GPU follows from, if that is known."""
+    speeds = machine.speeds(kind.name)
+    return Pace(speeds, 1, compiled=False, quantized=False, dtype="") if speeds else None
+
+
+def _assumed(given: Sequence[str]) -> dict[str, Any]:
+    """The values that ``--assume train.py:31=0.5`` gives, by the place."""
+    values = {}
+    for one in given:
+        place, equals, value = one.partition("=")
+        if not equals or not place.rpartition(":")[2].isdigit():
+            remedy = "Write it as the error says, for example train.py:31=0.5"
+            raise ConfigError("--assume", one, "is not a place and a value", remedy)
+        values[place] = yaml.safe_load(value)
+    return values
+
+
+def _about(program: programs.Program, plan: programs.ProgramPlan) -> list[str]:
+    """What has been planned, for people."""
+    seen, lines = plan.seen, [f"program: {' '.join(program.words)}, run to its third step"]
+    if program.length:
+        row = f"{program.length} tokens, made of the longest of {counted(seen.looked_at, 'row')}"
+    else:
+        row = f"the longest of the {counted(seen.looked_at, 'row')} that were looked at"
+        row += f", {counted(seen.tokens, 'token')}" * (seen.tokens > 1)
+    lines.append(f"rows: {row}; all rows of a batch are like it")
+    if plan.compiles:
+        lines.append("compile: planned as if nothing were compiled, which takes more (upper bound)")
+    lines += [f"assumed: {place} is {value}" for place, value in program.assumed.items()]
+    return lines
+
+
+def _blocks(
+    answer: Answer, plan: programs.ProgramPlan, program: programs.Program, asked_job: Job
+) -> list[Block]:
+    peak, device = answer.peak, answer.device
+    largest = f"Largest that fits: {answer.largest}." if answer.largest else "Not even one row fits."
+    batches = f" x {plan.micro_batches} in a step" if plan.micro_batches > 1 else ""
+    lines = [
+        f"batch of {peak.rows}{batches}: {answer.verdict}, peak {peak_of(device, peak.reserved)}. {largest}",
+        f"{program.name} on {device.name}",
+    ]
+    if peak.with_retries:
+        lines.append(caution_of_retries(f"with {peak.rows}"))
+    elif answer.verdict == "UNCERTAIN":
+        lines.append(caution(device, f"with {peak.rows}"))
+    parts = sorted(peak.parts.items(), key=lambda part: -part[1])
+    rows = [(name, human_bytes(size)) for name, size in parts if size >= 1 << 20]
+    rows.append(("held by the allocator", human_bytes(peak.reserved)))
+    header = ("peak memory", f"at {peak.rows}")
+    blocks: list[Block] = [Paragraph(lines, important=True), Table("", header, rows, right={1})]
+    if answer.speed:
+        blocks += speed_blocks(answer.speed, peak.rows, 1, asked_job, answer.fits, "a batch of")
+    return blocks
+
+
+def _print_json(
+    answer: Answer,
+    plan: programs.ProgramPlan,
+    about: Sequence[str],
+    compared: Sequence[DeviceAnswer],
+    asked_job: Job,
+) -> None:
+    fits = answer.verdict != DOES_NOT_FIT
+    found = {
+        "verdict": answer.verdict,
+        "rows": answer.peak.rows,
+        "largest": answer.largest,
+        "device": asdict(answer.device),
+        "peak": asdict(answer.peak),
+        "micro_batches": plan.micro_batches,
+        "tokens_in_a_row": plan.seen.tokens,
+        **speed_as_dict(answer.speed, 1, asked_job, fits),
+        "speed": asdict(answer.speed) if answer.speed else None,
+        "compared": [asdict(one) for one in compared],
+        "assumptions": [*about],
+    }
+    print(json.dumps(found, indent=1))
+

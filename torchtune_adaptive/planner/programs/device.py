@@ -1,0 +1,180 @@
+"""The fake device as a program sees it: ``cuda:0``, a GPU of the kind that is planned for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from torchtune_adaptive.planner.memory.gpus import Gpu
+from torchtune_adaptive.planner.private import FakeTensor
+from torchtune_adaptive.planner.programs.known import ProgramWatch, is_cuda, is_ours, values_of
+from torchtune_adaptive.planner.programs.private import device_of, have_parts_of_cuda, let_see
+from torchtune_adaptive.planner.programs.imports import put
+from torchtune_adaptive.planner.programs.unknown import Assumed, UnknownNumber
+from torchtune_adaptive.planner.trace import fake_device
+from torchtune_adaptive.planner.trace.recorder import Recorder
+
+_CUDA = torch.device("cuda", 0)
+_CUDA_VERSION = "12.8"
+_Tensor = torch.Tensor
+_OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+"""Functions that make a tensor of numbers, which are on the host."""
+
+
+def ours(value: Any) -> Any:
+    """The fake device for ``cuda``; everything else as it is."""
+    return fake_device.device() if is_cuda(value) else value
+
+
+class Face(TorchFunctionMode):
+    """Lets functions of torch take ``cuda`` for the fake device, and answers what asks for values there."""
+
+    def __init__(self, watch: ProgramWatch, assumed: Assumed) -> None:
+        super().__init__()
+        self._watch, self._assumed = watch, assumed
+        self._instead: dict[Any, Callable[..., Any]] = {
+            _Tensor.item: self._item,
+            _Tensor.tolist: self._list,
+            _Tensor.__float__: self._number(float),
+            _Tensor.__int__: self._number(int),
+            _Tensor.__index__: self._number(int),
+            _Tensor.__bool__: self._number(bool),
+            _Tensor.numpy: self._array,
+            _Tensor.__array__: self._array,
+            _Tensor.__format__: lambda tensor, form="": format(self._item(tensor), form),
+            _Tensor.cuda: lambda tensor, *_, **__: tensor.to(_CUDA),
+            _Tensor.pin_memory: lambda tensor, *_: tensor,
+            _Tensor.is_cuda.__get__: lambda tensor: is_on_device(tensor),  # type: ignore
+            _Tensor.get_device: lambda tensor: 0 if is_on_device(tensor) else -1,
+            **{one: self._finite(one, False) for one in (torch.isnan, torch.isinf)},
+            **{one: self._finite(one, False) for one in (_Tensor.isnan, _Tensor.isinf)},
+            **{one: self._finite(one, True) for one in (torch.isfinite, _Tensor.isfinite)},
+        }
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if (instead := self._instead.get(func)) and args and type(args[0]) is FakeTensor:
+            return instead(*args, **kwargs)
+        if func in (_Tensor.cuda, _Tensor.pin_memory):
+            return self._instead[func](*args, **kwargs)
+        if func is torch.device:
+            return func(*args, **kwargs)
+        for value in args:
+            if type(value) in (str, torch.device):
+                args = tuple(map(ours, args))
+                break
+        if (device := kwargs.get("device")) is not None:
+            kwargs = {**kwargs, "device": (place := ours(device))}
+            if func in _OF_DATA and is_ours(place):
+                return func(*args, **{**kwargs, "device": "cpu"}).to(place)
+        return func(*args, **kwargs)
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        values = values_of(tensor)
+        return UnknownNumber(self._assumed) if values is None else values.item()
+
+    def _list(self, tensor: torch.Tensor) -> Any:
+        values = values_of(tensor)
+        if values is not None:
+            return values.tolist()
+        if not tensor.dim():
+            return self._item(tensor)
+        return [self._list(one) for one in tensor.detach()]
+
+    def _number(self, kind: type) -> Callable[..., Any]:
+        def number(tensor: torch.Tensor, *_: Any) -> Any:
+            return kind(self._watch.value(tensor))
+
+        return number
+
+    def _array(self, tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        values = values_of(tensor)
+        if values is None:
+            values = self._assumed.value("the values of a tensor (numpy)")
+        return torch.as_tensor(values).numpy(*arguments, **options)
+
+    def _finite(self, func: Any, known: bool) -> Callable[..., Any]:
+        """Weights that are not there are those of a run in which nothing overflows."""
+
+        def answer(tensor: torch.Tensor) -> torch.Tensor:
+            result = func(tensor)
+            self._watch.note(result, torch.full(result.shape, known, dtype=torch.bool))
+            return result  # type: ignore[no-any-return]
+
+        return answer
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on the fake device."""
+    return type(tensor) is FakeTensor and device_of(tensor).type == fake_device.NAME
+
+
+def _seen(tensor: FakeTensor) -> torch.device:
+    """The device that whoever asks sees: torch the fake one, and all others ``cuda:0``."""
+    device = device_of(tensor)
+    if device.type == fake_device.NAME:
+        asks = f"{sys._getframe(1).f_globals.get('__name__', '')}."
+        if not asks.startswith(("torch.", "torchtune_adaptive.planner.")):
+            return _CUDA
+    return device
+
+
+def show(gpu: Gpu, devices: int, recorder: Recorder) -> None:
+    """Let ``torch.cuda`` speak of so many devices of this kind from now on, in all of this process."""
+    major, minor = gpu.capability
+    properties = SimpleNamespace(
+        name=gpu.name,
+        major=major,
+        minor=minor,
+        total_memory=gpu.total,
+        multi_processor_count=132,
+        warp_size=32,
+        gcnArchName="",
+    )
+    let_see(_seen)
+    have_parts_of_cuda()
+    put(torch.version, "cuda", _CUDA_VERSION)
+    cuda = torch.cuda
+    answers = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_bf16_supported": major >= 8,
+        "device_count": devices,
+        "current_device": 0,
+        "get_device_name": gpu.name,
+        "get_device_capability": (major, minor),
+        "get_device_properties": properties,
+        "get_arch_list": [f"sm_{major}{minor}"],
+        **dict.fromkeys(("init", "set_device", "synchronize", "empty_cache", "ipc_collect")),
+        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all")),
+        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated")),
+        **dict.fromkeys(("set_rng_state", "set_rng_state_all", "set_per_process_memory_fraction")),
+        "memory_stats": {},
+    }
+    for name, answer in answers.items():
+        put(cuda, name, lambda *_, answer=answer, **__: answer)
+    now, most = lambda *_: recorder.in_use, lambda *_: recorder.peak
+    for name in ("memory_allocated", "memory_reserved"):
+        put(cuda, name, now)
+        put(cuda, f"max_{name}", most)
+    put(cuda, "mem_get_info", lambda *_: (gpu.total - recorder.in_use, gpu.total))
+    put(cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8))
+    put(cuda, "get_rng_state_all", lambda *_: [])
+    put(cuda, "device", lambda *_: nullcontext())
+    put(cuda, "Stream", fake_device.FakeStream)
+    put(cuda, "Event", fake_device.FakeEvent)
+    put(cuda, "current_stream", fake_device.current_stream)
+    put(cuda, "default_stream", fake_device.default_stream)
+    put(cuda, "stream", fake_device.in_stream)
+    put(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
+    put(torch.accelerator, "is_available", lambda: True)
+    put(torch.accelerator, "device_count", lambda: devices)
+
+
+__all__ = ["Face", "is_on_device", "is_ours", "ours", "show"]

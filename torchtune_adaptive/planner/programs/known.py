@@ -1,0 +1,275 @@
+"""Operations of a program: those on the fake device are recorded, and what follows from data has its value.
+
+What a program computes on the host is computed. A tensor on the device has no values, but where it was made of
+a batch, a mask or the numbers of positions, say, its values are computed beside it, on the host. So whatever
+depends on data alone happens as it would on a GPU: which tokens have a label, or whether rows have padding.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtune_adaptive.planner.private import (
+    FakeTensor,
+    FakeTensorMode,
+    is_same,
+    schema_of,
+    tree_map_only,
+)
+from torchtune_adaptive.planner.programs.unknown import Assumed
+from torchtune_adaptive.planner.trace import fake_device
+from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
+
+_aten = torch.ops.aten
+_MOST_INTEGERS, _MOST_FLOATS = 1 << 26, 1 << 12
+"""The elements that a tensor may have whose values are computed."""
+_TO = _aten._to_copy.default
+_LIKE = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
+"""Operations whose result does not depend on the values of what they are given."""
+_VALUES_DECIDE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_INDEXED = {
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._unsafe_index.Tensor,
+}
+
+
+class _Known:
+    """The values of a tensor, until something is written there that is not known."""
+
+    __slots__ = ("lost", "values")
+
+    def __init__(self, values: torch.Tensor, lost: list[bool] | None = None) -> None:
+        self.values = values
+        self.lost = [False] if lost is None else lost
+        """Whether they are known no more, for all tensors that share the memory."""
+
+
+class _Facts(NamedTuple):
+    """What is to be known about an operation, looked up once."""
+
+    writes: tuple[tuple[int, str], ...]
+    """Arguments that are changed: position, name."""
+    computable: bool
+    """Whether the same arguments always give the same values."""
+    values_decide: bool
+    """Whether values decide the shape of the result, or are the result."""
+    like: int | None
+
+
+class ProgramWatch(Watch):
+    """Sees all operations of a program; ``assumed`` has values that the user gives."""
+
+    def __init__(self, recorder: Recorder, mode: FakeTensorMode, assumed: Assumed) -> None:
+        super().__init__(recorder, mode)
+        self._mode, self._assumed = mode, assumed
+        self._known_facts: dict[Any, _Facts] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if is_cuda(kwargs.get("device")):  # of a function of torch that asks for a tensor's device
+            kwargs["device"] = fake_device.device()
+        if FakeTensor not in types and not is_ours(kwargs.get("device")):
+            return func(*args, **kwargs)
+        facts = self._known_facts.get(func)
+        if facts is None:
+            facts = self._known_facts[func] = _facts(func)
+        if func is _TO and type(args[0]) is not FakeTensor:
+            return self._from_host(*args, **kwargs)
+        if func in _INDEXED:
+            args = self._with_numbers(args)
+        elif facts.values_decide:
+            return self._decided(func, args, kwargs)
+        given = self._given(args, kwargs) if facts.computable else None
+        if given is not None and (to := kwargs.get("device")) is not None and not is_ours(to):
+            if self._recorder.log is not None:
+                self._recorder.log.read_by_host(args[0])
+            return func(*given.args, **given.kwargs)  # to the host
+        with self._mode:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        if given is not None and _is_small(result):
+            self._note(result, given, func)
+        elif facts.like is not None and _is_small(result):
+            result.known = _Known(torch.full(result.shape, facts.like, dtype=result.dtype))
+        elif facts.writes:
+            for at, name in facts.writes:
+                forget(kwargs.get(name, args[at] if at < len(args) else None))
+        return result
+
+    def value(self, tensor: torch.Tensor, what: str = "the value of a tensor") -> Any:
+        """The value of a tensor of one element, which is known or assumed.
+
+        Raises:
+            NoPrediction: it is neither.
+        """
+        values = values_of(tensor)
+        return self._assumed.value(what) if values is None else values.item()
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        return self.value(tensor)
+
+    def note(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Note the values of a tensor."""
+        tensor.known = _Known(values)  # type: ignore[attr-defined]
+
+    def _given(self, args: Any, kwargs: Any) -> _Given | None:
+        """Arguments with values; None if some are not known."""
+        known: list[_Known] = []
+        try:
+            found = _with_values(args, known), {
+                name: _with_values(one, known) for name, one in kwargs.items()
+            }
+        except _NotKnown:
+            return None
+        if is_ours(found[1].get("device")):
+            found[1]["device"] = "cpu"
+        return _Given(*found, known)
+
+    def _note(self, result: Any, given: _Given, func: Any) -> None:
+        """Compute and note the values of what has resulted from known arguments."""
+        values = func(*given.args, **given.kwargs)
+        several = isinstance(result, (tuple, list))
+        for one, its in zip(result, values, strict=True) if several else [(result, values)]:
+            if type(one) is FakeTensor and getattr(one, "known", None) is None:
+                storage = its.untyped_storage()
+                shared = (
+                    known.lost
+                    for known in given.known
+                    if is_same(storage, known.values.untyped_storage())
+                )
+                one.known = _Known(its, next(shared, None))  # type: ignore[attr-defined]
+
+    def _with_numbers(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments of an operation with indices: a mask among them becomes the numbers of what it selects,
+        as CUDA does."""
+        indices: list[Any] = []
+        for one in args[1]:
+            if isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8):
+                if FakeTensor in (type(one), type(args[0])):
+                    numbers = self._decided(_aten.nonzero.default, (one,), {})
+                    columns = self.__torch_dispatch__(_aten.unbind.int, (FakeTensor,), (numbers, 1))
+                    indices += columns
+                    continue
+            indices.append(one)
+        return args[0], indices, *args[2:]
+
+    def _decided(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation whose values decide."""
+        given = self._given(args, kwargs)
+        if given is None:
+            if schema_of(func).returns[0].type.kind() != "TensorType":
+                return self._assumed.value(f"the result of {func.overloadpacket.__name__}")
+            self._assumed.value(f"the values of a tensor ({func.overloadpacket.__name__})")
+            raise AssertionError
+        if self._recorder.log is not None:
+            self._recorder.log.read_by_host(args[0])
+        values = func(*given.args, **given.kwargs)
+        return tree_map_only(torch.Tensor, lambda one: self._on_device(one, one), values)
+
+    def _from_host(self, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The copy on the device of a tensor on the host."""
+        values: torch.Tensor | None = None
+        if _is_small(tensor):
+            values = _TO(tensor, **{**options, "device": "cpu"})
+        like = tensor.to(device="meta", dtype=options.get("dtype"))
+        return self._on_device(like if values is None else values, values)
+
+    def _on_device(self, like: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
+        """A tensor on the device, with these values if they are known."""
+        layout = {"dtype": like.dtype, "device": fake_device.device()}
+        with self._mode:
+            made: torch.Tensor = super().__torch_dispatch__(
+                _aten.empty_strided.default, (), (like.shape, like.stride()), layout
+            )
+        if values is not None:
+            self.note(made, values)
+        return made
+
+
+def is_cuda(device: Any) -> bool:
+    """Whether a device, or its name, is that of a GPU as programs have it."""
+    if type(device) is str:
+        return device == "cuda" or device.startswith("cuda:")
+    return type(device) is torch.device and device.type == "cuda"
+
+
+def is_ours(device: Any) -> bool:
+    """Whether a device is the fake one."""
+    return device is not None and torch.device(device).type == fake_device.NAME
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a tensor; None if they are not known."""
+    if type(tensor) is not FakeTensor:
+        return tensor
+    known: _Known | None = getattr(tensor, "known", None)
+    return None if known is None or known.lost[0] else known.values
+
+
+class _NotKnown(Exception):
+    """An argument that has no values."""
+
+
+class _Given(NamedTuple):
+    """The arguments of an operation with values in the place of tensors without."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    known: list[_Known]
+
+
+def _with_values(value: Any, known: list[_Known]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if type(value) is not FakeTensor:
+            return value
+        if values_of(value) is None:
+            raise _NotKnown
+        known.append(value.known)  # type: ignore[attr-defined]
+        return known[-1].values
+    if type(value) in (list, tuple):
+        return type(value)(_with_values(one, known) for one in value)
+    return value
+
+
+def _facts(func: Any) -> _Facts:
+    schema = schema_of(func)
+    writes = tuple(
+        (at, one.name)
+        for at, one in enumerate(schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write
+    )
+    name = schema.name.split("::")[1]
+    tags = set(func.tags)
+    computable = (
+        func.namespace == "aten"
+        and torch.Tag.nondeterministic_seeded not in tags
+        and not name.startswith(("empty", "new_empty", "rand", "_foreach", "_fused"))
+    )
+    like = _LIKE.get(name)
+    decide = bool(_VALUES_DECIDE & tags) and name != "_local_scalar_dense"
+    return _Facts(writes, computable, decide, like)
+
+
+def _is_small(result: Any) -> bool:
+    """Whether the values of a result are worth being computed."""
+    if isinstance(result, (tuple, list)):
+        return bool(result) and all(map(_is_small, result))
+    if not isinstance(result, torch.Tensor):
+        return False
+    floats = result.dtype.is_floating_point or result.dtype.is_complex
+    return prod(result.shape) <= (_MOST_FLOATS if floats else _MOST_INTEGERS)
+
+
+def forget(value: Any) -> None:
+    """Forget the values of what has been written."""
+    if type(value) is FakeTensor:
+        known: _Known | None = getattr(value, "known", None)
+        if known is not None:
+            known.lost[0] = True
+    elif type(value) in (list, tuple):
+        for one in value:
+            forget(one)

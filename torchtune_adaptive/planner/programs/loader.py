@@ -1,0 +1,147 @@
+"""The batches of a program: made as it makes them, of as many rows as are asked for, all like the longest."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from torchtune_adaptive.common import NoPrediction
+from torchtune_adaptive.planner.programs.imports import put
+from torchtune_adaptive.planner.programs.private import fetchers
+from torchtune_adaptive.planner.programs.request import Seen
+from torchtune_adaptive.planner.programs.steps import Steps
+
+_LOOKED_AT, _SECONDS = 256, 5.0
+"""Rows of a dataset among which the longest is looked for, and how long."""
+_IN_THIS_PROCESS = {
+    "num_workers": 0,
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "multiprocessing_context": None,
+    "timeout": 0,
+    "pin_memory": False,
+}
+_TOKENS = "input_ids"
+
+
+class Loader:
+    """Makes the batches of a program's loaders; ``rows`` and ``length``, if given, are those of each."""
+
+    def __init__(self, steps: Steps, rows: int | None, length: int | None) -> None:
+        self._steps, self.rows, self._length = steps, rows, length
+        self._longest: dict[int, tuple[Any, int, Any]] = {}
+        self.seen: Seen | None = None
+
+    def follow(self) -> None:
+        """Make them from now on."""
+        signature = inspect.signature(DataLoader.__init__)
+        begin = DataLoader.__init__
+
+        def begun(*arguments: Any, **options: Any) -> None:
+            given = signature.bind(*arguments, **options)
+            given.arguments.update(
+                {name: value for name, value in _IN_THIS_PROCESS.items() if name in given.arguments}
+            )
+            begin(*given.args, **given.kwargs)
+
+        put(DataLoader, "__init__", begun)
+        for kind in fetchers():
+            fetch = kind.fetch
+            put(kind, "fetch", lambda one, index, fetch=fetch: self._batch(one, index, fetch))
+
+    def _batch(self, fetcher: Any, index: Any, fetch: Any) -> Any:
+        self._steps.batch()
+        collate, fetcher.collate_fn = fetcher.collate_fn, _as_they_are
+        try:
+            rows = fetch(fetcher, index)
+        finally:
+            fetcher.collate_fn = collate
+        if not isinstance(rows, list) or not rows:  # one row, which the program batches
+            return collate(rows)
+        longest, looked_at = self._longest_of(fetcher.dataset, rows)
+        number = self.rows or len(rows)
+        batch = collate([copy.deepcopy(longest) for _ in range(number)])
+        self.seen = Seen(len(rows), _tokens(batch, number), looked_at)
+        return batch
+
+    def _longest_of(self, dataset: Any, rows: list[Any]) -> tuple[Any, int]:
+        """The longest row, of the length that is asked for, and among how many."""
+        if id(dataset) not in self._longest:
+            looked_at = 0
+            best, most = rows[0], -1
+            for row in _some_of(dataset, rows):
+                looked_at += 1
+                if (extent := _extent(row)) > most:
+                    best, most = row, extent
+            if self._length is not None:
+                best = _stretched(best, self._length)
+            self._longest[id(dataset)] = best, looked_at, dataset
+        return self._longest[id(dataset)][:2]
+
+
+def _as_they_are(rows: Any) -> Any:
+    return rows
+
+
+def _some_of(dataset: Any, rows: list[Any]) -> Any:
+    """Rows of a dataset, from all over it, for some seconds."""
+    yield from rows
+    try:
+        count = len(dataset)
+    except TypeError:  # it has no numbers
+        return
+    if not hasattr(dataset, "__getitem__"):
+        return
+    end = time.monotonic() + _SECONDS
+    for number in range(0, count, -(-count // _LOOKED_AT)):
+        if time.monotonic() > end:
+            return
+        yield dataset[number]
+
+
+def _extent(value: Any) -> int:
+    """The numbers, or characters, in a row."""
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, Mapping):
+        return sum(map(_extent, value.values()))
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Sequence):
+        return sum(map(_extent, value)) if value and hasattr(value[0], "__len__") else len(value)
+    return getattr(value, "size", 1) if isinstance(getattr(value, "size", 1), int) else 1
+
+
+def _stretched(row: Any, length: int) -> Any:
+    """A row with so many tokens: what has one value for each token is repeated, or cut.
+
+    Raises:
+        NoPrediction: it has no tokens.
+    """
+    if not isinstance(row, Mapping) or _TOKENS not in row:
+        raise NoPrediction(
+            f"--max-length: {length}, but the rows of this program have no {_TOKENS} to lengthen or to cut. "
+            "Leave it out, and give the program longer rows."
+        )
+    count = len(row[_TOKENS])
+    times = -(-length // count)
+
+    def stretched(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() and len(value) == count:
+            return torch.cat([value] * times)[:length]
+        if isinstance(value, list) and len(value) == count:
+            return (value * times)[:length]
+        return value
+
+    return {name: stretched(value) for name, value in row.items()}
+
+
+def _tokens(batch: Any, rows: int) -> int:
+    tokens = batch.get(_TOKENS) if isinstance(batch, Mapping) else None
+    return tokens.numel() // rows if isinstance(tokens, torch.Tensor) else 1

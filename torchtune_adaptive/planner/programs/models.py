@@ -1,0 +1,121 @@
+"""Models as a program gets them: with the shapes that a config says, and without weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune_adaptive.common import NoPrediction
+from torchtune_adaptive.planner.programs.device import is_ours
+from torchtune_adaptive.planner.programs.imports import WhenImported, put
+from torchtune_adaptive.planner.programs.private import of_modules, swap_tensors
+from torchtune_adaptive.planner.told import tell
+from torchtune_adaptive.planner.trace.step_tracer import StepTracer
+from torchtune_adaptive.planner.trace.weights import fill
+
+
+class Models:
+    """Makes the models of a program. The first time, it calls ``begin``, which may give what shortens them."""
+
+    def __init__(
+        self, tracer: StepTracer, begin: Callable[[], Callable[[nn.Module], None]]
+    ) -> None:
+        self._tracer, self._begin = tracer, begin
+        self._shorten: Callable[[nn.Module], None] | None = None
+        self._made: set[int] = set()
+        """Modules that have been shortened, which live as long as this."""
+        self._alive: list[nn.Module] = []
+
+    def follow(self, imports: WhenImported) -> None:
+        """Make models from now on, those of transformers once that is imported."""
+        # So that parameters stay the same objects when they become fake.
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        put(torch.utils, "swap_tensors", partial(swap_tensors, torch.utils.swap_tensors))
+        of_modules(self._applied)
+        imports.call("transformers.modeling_utils", self._of_transformers)
+
+    def _applied(self, module: nn.Module, function: Any, apply: Callable[[], Any]) -> Any:
+        """Convert or move the tensors of a module."""
+        if is_ours(function(torch.empty(0)).device):
+            self._shortened(module)
+        return apply()
+
+    def _shortened(self, model: nn.Module) -> None:
+        if self._shorten is None:
+            self._shorten = self._begin()
+        if self._made.isdisjoint(map(id, model.modules())):
+            self._shorten(model)
+        self._made.update(map(id, model.modules()))
+        self._alive.append(model)
+
+    def _of_transformers(self, modeling: Any) -> None:
+        of_config = modeling.PreTrainedModel._from_config.__func__
+
+        def without_weights(kind: Any, config: Any, **options: Any) -> Any:
+            """A model without weights, in the host's memory as after reading these."""
+            tell(f"making {kind.__name__}")
+            with torch.device("meta"):
+                model = of_config(kind, config, **options)
+            with self._tracer.fake_mode:
+                fill(model, torch.device("cpu"))
+            self._shortened(model)
+            return model
+
+        def from_pretrained(
+            kind: Any, path: Any = None, *arguments: Any, config: Any = None, **options: Any
+        ) -> Any:
+            """What reads a model's weights, and here only its config."""
+            _refuse(options)
+            if config is None or not hasattr(config, "to_dict"):
+                config, options = kind.config_class.from_pretrained(
+                    config or path, return_unused_kwargs=True, **options
+                )
+            else:
+                config = copy.deepcopy(config)
+            dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
+            if isinstance(dtype, str):
+                dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
+                dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+            known = ("attn_implementation", "experts_implementation")
+            how = {name: options[name] for name in known if options.get(name)}
+            model = without_weights(kind, config, dtype=dtype or torch.float32, **how)
+            model.config._name_or_path = model.name_or_path = str(path)
+            model.eval()
+            if (where := _device_of(options.get("device_map"))) is not None:
+                model.to(where)
+            found = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
+            found |= {"error_msgs": []}  # type: ignore[dict-item]
+            return (model, found) if options.get("output_loading_info") else model
+
+        modeling.PreTrainedModel._from_config = classmethod(without_weights)
+        modeling.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    if options.get("quantization_config") or options.get("load_in_4bit"):
+        raise NoPrediction(
+            "quantization_config: models whose weights have 4 or 8 bits are not planned by running a program. "
+            "Plan them with --hf MODEL --method qlora, or in a trainer's file."
+        )
+
+
+def _device_of(device_map: Any) -> Any:
+    """The one device of a map; None if the model stays on the host."""
+    if device_map is None:
+        return None
+    if isinstance(device_map, dict):
+        places = {str(one) for one in device_map.values()}
+        if len(places) > 1:
+            raise NoPrediction(
+                f"device_map: a model on {', '.join(sorted(places))} is not planned. Put it on one device."
+            )
+        device_map = next(iter(device_map.values()))
+    if device_map in ("auto", "balanced", "sequential") or isinstance(device_map, int):
+        return "cuda"
+    return device_map
+

@@ -1,0 +1,144 @@
+"""Plans a program: its steps of any size follow from runs with few layers and two numbers of rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from torchtune_adaptive.common import counted
+from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp
+from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
+from torchtune_adaptive.planner.programs.request import Program, ProgramPlan, Seen
+from torchtune_adaptive.planner.programs.run import ProgramRun, Ran
+from torchtune_adaptive.planner.speed.speed import Pace
+from torchtune_adaptive.planner.trace.alike_layers import Shortening
+from torchtune_adaptive.planner.trace.any_depth import AnyDepth
+from torchtune_adaptive.planner.traced_run import Question, TracedRun
+
+_ANY_LENGTH = 1
+"""Length that stands for rows as long as the program makes them."""
+_TOKENS = 4096
+"""Tokens from which on each more takes as much memory: some losses divide them into so many."""
+_CEILING = 1 << 14
+
+
+def planned(program: Program, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> ProgramPlan:
+    """Plan a program in this process, which does nothing else."""
+    return ProgramRun(program).answered(lambda run: _answer(run, devices))  # type: ignore[no-any-return]
+
+
+def _answer(run: ProgramRun, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> ProgramPlan:
+    steps = StepsOfProgram(run)
+    seen = steps.seen
+    least = max(TracedRun.ROWS[0], -(-_TOKENS // seen.tokens)) if seen.tokens > 1 else 2
+    traced = TracedRun(steps, _ANY_LENGTH, rows=(least, least + 1), searches=False)
+    rows = run.program.rows or seen.rows
+    asked = [
+        Question(
+            device,
+            rows,
+            _ANY_LENGTH,
+            micro_batches=steps.micro_batches,
+            pace=pace,
+            ceiling=_CEILING,
+            confirmed=True,
+            tokens=seen.tokens,
+        )
+        for device, pace in devices
+    ]
+    answers = [traced.answer(one) for one in asked]
+    return ProgramPlan(answers, seen, steps.micro_batches, steps.compiles)
+
+
+class StepsOfProgram:
+    """The steps of a program, each run when it is asked for."""
+
+    compiled = False
+    max_seq_len = None
+    as_written = ""
+
+    def __init__(self, run: ProgramRun) -> None:
+        self._run = run
+        self._shortened: list[_Shortened] = []
+        self._runs: dict[tuple[int | None, int, int, int], Callable[[], Ran]] = {}
+        self._tracer: AnyDepth[_Shortened] = AnyDepth(self._made, lambda tracer: tracer.first)
+        self._start_up = self._tracer.start_up()
+
+    @property
+    def seen(self) -> Seen:
+        found = self._tracer.any.ran.seen
+        assert found is not None
+        return found
+
+    @property
+    def compiles(self) -> bool:
+        return self._tracer.any.ran.compiles
+
+    @property
+    def micro_batches(self) -> int:
+        operations = self._tracer.any.ran.step.operations
+        return len(operations.micro_batches) if operations else 1
+
+    def start_up(self, length: int) -> StartUp:
+        return self._start_up
+
+    def step(self, rows: int, length: int) -> RecordedStep:
+        asked = None if rows == self.seen.rows else rows
+        return self._tracer.step(lambda tracer: tracer.step(asked), where=counted(rows, "row"))
+
+    noted = step
+
+    def known(self) -> dict[tuple[int, int], RecordedStep]:
+        return {}  # all rows are as long
+
+    def known_first(self) -> dict[tuple[int, int], StartUp]:
+        return {}
+
+    def _made(self, shortening: Shortening) -> _Shortened:
+        """A model with fewer layers."""
+        if shortening.least > 1:  # another one will be wanted
+            self.start(None, Shortening(shortening.kept + 1, shortening.period))
+        made = _Shortened(self, shortening)
+        self._shortened.append(made)
+        return made
+
+    def start(self, rows: int | None, shortening: Shortening) -> Callable[[], Ran]:
+        """Begin a run, if it has not begun; gives what waits for its result."""
+        key = rows, shortening.kept, shortening.period, shortening.least
+        if key not in self._runs:
+            self._runs[key] = cache(self._run.start(rows, shortening))
+        found = self._runs[key]
+
+        def result() -> Ran:
+            ran = found()
+            vars(shortening).update(vars(ran.shortening))
+            return ran
+
+        return result
+
+    def result(self, rows: int | None, shortening: Shortening) -> Ran:
+        """A run of the program, beside which those of other models begin that are asked for next."""
+        wanted = self.start(rows, shortening)
+        for other in self._shortened:
+            if other.shortening is not shortening and other.shortening.kept < sys.maxsize:
+                self.start(rows, other.shortening)
+        return wanted()
+
+
+class _Shortened:
+    """The program with models that have fewer layers."""
+
+    regions = None
+    needs_all_layers = ""
+
+    def __init__(self, steps: StepsOfProgram, shortening: Shortening) -> None:
+        self._steps, self.shortening = steps, shortening
+        self.ran = steps.result(None, shortening)
+        self.set_up, self.first = self.ran.start_up.set_up, self.ran.start_up.first_step
+
+    def step(self, rows: int | None) -> RecordedStep:
+        return self._steps.result(rows, self.shortening).step
+
+    def compile_with(self, other: object) -> None:
+        """Nothing is compiled."""

@@ -1,0 +1,74 @@
+"""What is asked about a program, and the answer. No torch in here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torchtune_adaptive.planner.memory.gpus import Gpu
+from torchtune_adaptive.planner.memory.peak import DeviceLimits
+from torchtune_adaptive.planner.speed.speed import Pace
+from torchtune_adaptive.planner.traced_run import Answer
+from torchtune_adaptive.planner.workers import call_alone
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, and what is known of its run."""
+
+    words: tuple[str, ...]
+    """A script and its arguments, or ``-m``, a module and its arguments."""
+    gpu: Gpu
+    rows: int | None = None
+    """Rows of a batch, if not the program's own."""
+    length: int | None = None
+    """Tokens of a row, if not those of its longest row."""
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    """Values that the program asks for and nobody knows, by the place where it does."""
+    shows: bool = False
+    """Whether what it prints is shown, with the traceback where it fails."""
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.words[: 1 + (self.words[0] == "-m")])
+
+
+class Seen(NamedTuple):
+    """What a program's batches are like."""
+
+    rows: int
+    """The rows that the program has in a batch."""
+    tokens: int
+    """The tokens of a row; 1 where rows are none of tokens."""
+    looked_at: int
+    """The rows among which the longest was looked for."""
+
+
+class ProgramPlan(NamedTuple):
+    """The memory and the speed of a program's steps, on each device that was asked about."""
+
+    answers: Sequence[Answer]
+    seen: Seen | None
+    """None where it has no batches of a loader, so that they cannot have other rows."""
+    micro_batches: int
+    """Their number in a step."""
+    compiles: bool
+    """Whether it compiles something, which is planned as if it did not."""
+
+
+def plan_program(
+    program: Program, devices: Sequence[tuple[DeviceLimits, Pace | None]], timeout: float
+) -> ProgramPlan:
+    """Plan a program on devices that are like its GPU, in a process that may take so many seconds.
+
+    Raises:
+        NoPrediction: it cannot be run on a device that is not there, or not in that time.
+    """
+    return call_alone(_planned, program, devices, timeout=timeout)
+
+
+def _planned(program: Program, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> ProgramPlan:
+    from torchtune_adaptive.planner.programs.plan import planned
+
+    return planned(program, devices)

@@ -1,0 +1,249 @@
+"""Runs a program on the fake device, in a process that does nothing else.
+
+The program runs as it would by itself until it makes its first model. From there, forks of the process run on,
+each with other rows or another number of layers, and end after the third step of the optimizer. Meanwhile
+
+- ``surroundings`` takes what it writes, and keeps it from the network,
+- ``device`` shows it a GPU, and ``autocast`` what that casts,
+- ``models`` makes models without weights,
+- ``loader`` makes its batches,
+- ``known`` records what it does on the device, and computes what follows from data; ``unknown`` is about what
+  does not,
+- ``steps`` cuts that into steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import pickle
+import runpy
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from torchtune_adaptive.common import NoPrediction
+from torchtune_adaptive.planner.memory.peak import StartUp
+from torchtune_adaptive.planner.memory.recorded_step import NotRegular, RecordedStep
+from torchtune_adaptive.planner.private import replaced
+from torchtune_adaptive.planner.programs import autocast, device, kernels
+from torchtune_adaptive.planner.programs.imports import WhenImported, put
+from torchtune_adaptive.planner.programs.known import ProgramWatch
+from torchtune_adaptive.planner.programs.loader import Loader
+from torchtune_adaptive.planner.programs.models import Models
+from torchtune_adaptive.planner.programs.request import Program, Seen
+from torchtune_adaptive.planner.programs.steps import WANTED, Steps
+from torchtune_adaptive.planner.programs.surroundings import Surroundings
+from torchtune_adaptive.planner.programs.unknown import Assumed
+from torchtune_adaptive.planner.trace.alike_layers import Shortening
+from torchtune_adaptive.planner.trace.step_tracer import StepTracer
+
+
+class Ran(NamedTuple):
+    """What a run to the last step has shown."""
+
+    start_up: StartUp
+    step: RecordedStep
+    shortening: Shortening
+    seen: Seen | None
+    compiles: bool
+
+
+class _Done(BaseException):
+    """The program has been answered for; no handler of its own errors is to see that."""
+
+
+class ProgramRun:
+    """One program in this process, of which forks run on with other rows and fewer layers."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._assumed = Assumed(program.assumed)
+        self._tracer = StepTracer(
+            False,
+            0,
+            1,
+            before_ampere=program.gpu.before_ampere,
+            watch=lambda recorder, mode: ProgramWatch(recorder, mode, self._assumed),
+        )
+        self._surroundings = Surroundings()
+        self._steps = Steps(self._tracer, self._finish)
+        self._models = Models(self._tracer, self._begin)
+        self._loader = Loader(self._steps, program.rows, program.length)
+        self._compiles = False
+        self._results = tempfile.mkdtemp(prefix="tune-adaptive-plan-")
+        self._own: tuple[str, Shortening] | None = None
+        """Where this process writes its result, and what shortens its models, if it is a fork."""
+        self._answer: Callable[[ProgramRun], Any] | None = None
+        self._found: Any = None
+
+    def answered(self, answer: Callable[[ProgramRun], Any]) -> Any:
+        """Run the program, and answer where it makes its first model, by ``start``.
+
+        Raises:
+            NoPrediction: it makes none, or fails before.
+        """
+        self._answer = answer
+        os.dup2(2 if self.program.shows else os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        multiprocessing.set_start_method("fork", force=True)  # as programs have it by default
+        try:
+            self._run()
+        except _Done:
+            return self._found
+        finally:
+            self._surroundings.close()
+        raise NoPrediction(
+            f"{self.program.name}: ended before it put a model on the GPU. Give a program that trains, with the "
+            "arguments that it needs."
+        )
+
+    def start(self, rows: int | None, shortening: Shortening) -> Callable[[], Ran]:
+        """Begin a run in a fork; what is returned waits for its result.
+
+        Raises:
+            NoPrediction: it ended without one.
+        """
+        path = os.path.join(self._results, f"{len(os.listdir(self._results))}")
+        Path(path).touch()
+        child = os.fork()
+        if not child:
+            self._own = path, shortening
+            self._loader.rows = rows
+            raise _IsFork
+        return lambda: self._result(child, path, shortening)
+
+    def _result(self, child: int, path: str, shortening: Shortening) -> Ran:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        found = pickle.loads(Path(path).read_bytes()) if status == 0 else None
+        if isinstance(found, Ran):
+            vars(shortening).update(vars(found.shortening))
+            return found
+        if isinstance(found, Exception):
+            raise found
+        how = signal.Signals(-status).name if status < 0 else f"status {status}"
+        raise NoPrediction(f"{self.program.name}: the process that ran it ended with {how}.")
+
+    def _begin(self) -> Callable[[torch.nn.Module], None]:
+        """The program makes its first model: answer, and go on in forks."""
+        assert self._answer is not None
+        try:
+            self._found = self._answer(self)
+        except _IsFork:
+            pass
+        else:
+            raise _Done
+        assert self._own is not None
+        return self._own[1]
+
+    def _run(self) -> None:
+        """Run the program to its end; a fork leaves before."""
+        imports = WhenImported()
+        recorder = self._tracer.recorder
+        self._surroundings.follow(imports)
+        device.show(self.program.gpu, 1, recorder)
+        autocast.allow()
+        kernels.follow(imports, self.program.gpu)
+        self._models.follow(imports)
+        self._steps.follow()
+        self._loader.follow()
+        imports.call("transformers.masking_utils", lambda it: put(it, "is_tracing", _no))
+        face = device.Face(self._tracer.watch, self._assumed)  # type: ignore[arg-type]
+        replacements = [each for each in self._tracer.replacements() if each[:2] != (torch, "tensor")]
+        try:
+            with replaced(replacements), self._tracer.watch, face:
+                put(torch, "compile", self._compiled)
+                self._execute()
+        except _Done:
+            raise
+        except BaseException as error:
+            self._failed(error)
+        if self._own is not None:
+            self._finish()
+
+    def _execute(self) -> None:
+        words = [*self.program.words]
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+            runpy.run_path(words[0], run_name="__main__")
+
+    def _compiled(self, function: Any = None, **_: Any) -> Any:
+        """What is compiled, as it is written; noted when it runs in a step."""
+        if function is None:  # a decorator with options
+            return self._compiled
+        if isinstance(function, torch.nn.Module):
+            self._compiles = True
+            return function
+
+        @functools.wraps(function)
+        def as_written(*arguments: Any, **options: Any) -> Any:
+            self._compiles = self._compiles or self._steps.begun
+            return function(*arguments, **options)
+
+        return as_written
+
+    def _failed(self, error: BaseException) -> None:
+        """End a fork with the error, or raise it as the reason why there is no answer."""
+        if isinstance(error, SystemExit) and not error.code:
+            return
+        reason = error if isinstance(error, NoPrediction) else NoPrediction(_said(self.program.name, error))
+        if self._own is None:
+            raise reason from None
+        self._leave(reason)
+
+    def _finish(self) -> None:
+        """Send what has been recorded, and end."""
+        if not self._steps.complete:
+            self._leave(
+                NoPrediction(
+                    f"{self.program.name}: ended after {self._steps.taken} steps of its optimizer, and {WANTED} are "
+                    "needed. Give it more rows, or fewer in a step."
+                )
+            )
+        try:
+            start_up, step = self._steps.recorded
+        except NotRegular as reason:
+            self._leave(NoPrediction(f"{self.program.name}: {reason}, so its steps do not repeat."))
+        assert self._own is not None
+        found = Ran(start_up, step, self._own[1], self._loader.seen, self._compiles)
+        self._leave(found)
+
+    def _leave(self, found: Ran | Exception) -> NoReturn:
+        assert self._own is not None
+        Path(self._own[0]).write_bytes(pickle.dumps(found))
+        os._exit(0)
+
+
+class _IsFork(BaseException):
+    """This process is a fork, which goes on with the program."""
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+def _said(name: str, error: BaseException) -> str:
+    """What a program's error says, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    own = [frame for frame in own if f"{os.sep}planner{os.sep}" not in frame.filename]
+    at = own[-1] if own else (frames[-1] if frames else None)
+    where = f" ({os.path.basename(at.filename)}:{at.lineno})" if at else ""
+    traceback.print_exception(error, file=sys.__stderr__)
+    kind = type(error).__name__
+    reason = " ".join(f"{kind}: {error}".split())[:300]
+    return f"{name}: it failed on the fake device{where}: {reason}"
+
+

@@ -1,0 +1,192 @@
+"""The steps of a program's optimizer, cut out of what is recorded.
+
+A step begins with the first batch or forward pass after the one before it. What it has in common with the next
+one, such as gradients that are only deleted then, is taken to be allocated as it begins, and deleted as it ends.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from torchtune_adaptive.planner.memory.peak import StartUp
+from torchtune_adaptive.planner.memory.recorded_step import MemoryEvent, NotRegular, RecordedStep
+from torchtune_adaptive.planner.private import FakeTensor, in_backward
+from torchtune_adaptive.planner.programs.device import is_on_device
+from torchtune_adaptive.planner.programs.imports import put
+from torchtune_adaptive.planner.told import tell
+from torchtune_adaptive.planner.trace import fake_device
+from torchtune_adaptive.planner.trace.operation_log import OperationLog
+from torchtune_adaptive.planner.trace.recorder import Recorder
+from torchtune_adaptive.planner.trace.step_tracer import StepTracer, state_of, update_at_once
+
+WANTED = 3
+"""The number of steps that a program takes."""
+_FORWARD, _BACKWARD, _UPDATE = "forward", "backward", "optimizer step"
+
+
+class Steps:
+    """Follows a program's steps, and calls a function after so many of them."""
+
+    def __init__(self, tracer: StepTracer, finished: Callable[[], None]) -> None:
+        self._tracer, self._recorder, self._finished = tracer, tracer.recorder, finished
+        self._parts: list[RecordedStep] = []
+        self._stage = "set-up"
+        self._between = True
+        self._log: OperationLog | None = None
+        self._heard: AbstractContextManager[None] | None = None
+        self._hook: Any = None
+        self.taken = 0
+        """The number of steps of the optimizer so far."""
+        self._recorder.phase = self._phase
+
+    def follow(self) -> None:
+        """Follow them from now on."""
+        register_optimizer_step_pre_hook(self._updates)
+        register_optimizer_step_post_hook(self._updated)
+        backward = torch.autograd.backward
+
+        def whole(*arguments: Any, **options: Any) -> None:
+            backward(*arguments, **options)
+            self._passed()
+
+        put(torch.autograd, "backward", whole)
+        self._await_forward()
+
+    def batch(self) -> None:
+        """The program asks for a batch."""
+        if torch.is_grad_enabled() and self._tracer.recorder.in_use:
+            self._work(Recorder.INPUTS)
+
+    @property
+    def recorded(self) -> tuple[StartUp, RecordedStep]:
+        """What precedes the last step, and that.
+
+        Raises:
+            NotRegular: the program does something else in each step.
+        """
+        try:
+            return _closed(self._parts)
+        except NotRegular:  # perhaps because an epoch has ended in the last one
+            return _closed(self._parts[:-1])
+
+    @property
+    def begun(self) -> bool:
+        """Whether the first step has begun."""
+        return bool(self._parts)
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is a step after the first one."""
+        return len(self._parts) > 2
+
+    def _phase(self) -> str:
+        return _BACKWARD if in_backward() else self._stage
+
+    def _await_forward(self) -> None:
+        """Learn of the next forward pass; without a hook while it runs, as it holds what it is given."""
+        if self._hook is None:
+            self._hook = register_module_forward_pre_hook(self._forward)
+
+    def _forward(self, module: torch.nn.Module, _: Any) -> None:
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        if not any(map(is_on_device, module.parameters())):
+            return
+        self._hook.remove()
+        self._hook = None
+        self._work(Recorder.ACTIVATIONS)
+
+    def _work(self, category: str) -> None:
+        if self._between:
+            self._cut()
+        self._between = False
+        self._stage, self._recorder.category = _FORWARD, category
+        tell(f"step {len(self._parts)} of {WANTED}")
+
+    def _passed(self) -> None:
+        """A backward pass is over."""
+        if self._between:
+            return
+        if self._log is not None:
+            self._log.next_part()
+        self._stage, self._recorder.category = _UPDATE, Recorder.STEPPING
+        self._await_forward()
+
+    def _updates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stage, self._recorder.category = _UPDATE, Recorder.STEPPING
+        update_at_once(optimizer, self._tracer.device)
+        parameters = (one for group in optimizer.param_groups for one in group["params"])
+        gradients = (one.grad for one in parameters if one.grad is not None)
+        self._recorder.relabel(gradients, Recorder.GRADIENTS)
+
+    def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._between or not any(
+            type(one) is FakeTensor for group in optimizer.param_groups for one in group["params"]
+        ):
+            return
+        self.taken += 1
+        self._between = True
+        if self.taken == 1:
+            self._recorder.relabel(state_of([optimizer]), Recorder.OPTIMIZER)
+        self._await_forward()
+
+    def _cut(self) -> None:
+        """End a step, and begin the next one."""
+        gc.collect()
+        part = self._recorder.take_events()
+        self._tracer.label_streams(part)
+        if self._log is not None:
+            part = part._replace(operations=self._log.finish())
+        self._parts.append(part)
+        gc.disable()  # or when reference cycles are freed would depend on chance
+        gc.freeze()
+        if len(self._parts) == 1 + WANTED:
+            self._finished()
+            return
+        recorder = self._recorder
+        self._log = recorder.log = OperationLog(
+            recorder.device.type, recorder.block_of, recorder.phase, lambda: 0
+        )
+        self._heard = fake_device.heard_by(self._log)
+        self._heard.__enter__()
+        recorder.peak = recorder.in_use
+
+
+def _closed(parts: Sequence[RecordedStep]) -> tuple[StartUp, RecordedStep]:
+    """What precedes the last part, and that as a step which leaves nothing behind."""
+    set_up, first, *others, last = parts
+    made = {event.block: event for part in parts for event in part.events if event.nbytes >= 0}
+    labels = {block: label for part in parts for block, label in part.labels.items()}
+    of_last = {event.block for event in last.events if event.nbytes >= 0}
+    freed = [event.block for event in last.events if event.nbytes < 0]
+    taken = [block for block in freed if block not in of_last]
+    left = [*of_last.difference(freed)]
+    if _sizes(taken, made) != _sizes(left, made):
+        raise NotRegular(f"a step leaves {len(left)} blocks behind, and deletes {len(taken)}")
+    taken.sort()
+    events = [*(made[block] for block in taken), *last.events, *map(_freed, sorted(left))]
+    step = RecordedStep(events, {**last.labels, **{b: labels[b] for b in taken}}, last.operations)
+    # What a later step deletes is there no more when the last one begins.
+    gone = {event.block for part in (*others, last) for event in part.events if event.nbytes < 0}
+    before = {event.block for part in (set_up, first) for event in part.events}
+    ends = [_freed(block) for block in sorted(gone & before & made.keys())]
+    return StartUp(set_up, RecordedStep([*first.events, *ends], first.labels)), step
+
+
+def _freed(block: int) -> MemoryEvent:
+    return MemoryEvent(block, -1, 0)
+
+
+def _sizes(blocks: Sequence[int], made: dict[int, MemoryEvent]) -> Counter[tuple[int, int]]:
+    return Counter((made[block].nbytes, made[block].stream) for block in blocks)

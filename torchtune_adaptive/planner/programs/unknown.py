@@ -1,0 +1,107 @@
+"""Numbers that follow from weights, which a run on the fake device does not know."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from torchtune_adaptive.common import NoPrediction
+
+_INSIDE = ("torch.", "torchtune_adaptive.planner.", "contextlib", "functools")
+"""Beginnings of the names of modules that only pass on what others ask for."""
+
+
+class Assumed:
+    """The values that the user gives for what the program asks, by the place: ``train.py:31``."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+        self.used: set[str] = set()
+        """The places where the program has asked."""
+
+    def value(self, what: str) -> Any:
+        """The value for the place in the program that asks now.
+
+        Raises:
+            NoPrediction: none is given.
+        """
+        frame = next(_callers(), None)
+        place = _place(frame)
+        for name in (place, place.rpartition("/")[2]):
+            if name in self._values:
+                self.used.add(name)
+                return self._values[name]
+        raise NoPrediction(
+            f"{place}: asks for {what}, which follows from weights that are not there"
+            f"{_line(frame)}. Give it with --assume {place.rpartition('/')[2]}=VALUE."
+        )
+
+    def unused(self) -> set[str]:
+        return {*self._values} - self.used
+
+
+def _callers() -> Iterator[FrameType]:
+    """The frames that have called, the last one first, but for those that only pass on."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = f"{frame.f_globals.get('__name__', '')}."
+        if not name.startswith(_INSIDE):
+            yield frame
+        frame = frame.f_back
+
+
+def _place(frame: FrameType | None) -> str:
+    if frame is None:
+        return "the program"
+    parts = frame.f_code.co_filename.split("/")
+    within = parts.index("site-packages") + 1 if "site-packages" in parts else len(parts) - 1
+    return f"{'/'.join(parts[within:])}:{frame.f_lineno}"
+
+
+def _line(frame: FrameType | None) -> str:
+    line = frame and linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return f" ({line})" if line else ""
+
+
+class UnknownNumber(float):
+    """A number that is not known: it may be added up, averaged and logged, and nothing may depend on it."""
+
+    def __new__(cls, assumed: Assumed) -> UnknownNumber:
+        self = super().__new__(cls, math.nan)
+        self._assumed = assumed
+        return self
+
+    _assumed: Assumed
+
+    def _another(self, *_: Any) -> UnknownNumber:
+        return UnknownNumber(self._assumed)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _another  # type: ignore
+    __rtruediv__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __round__ = _another  # type: ignore
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _another  # type: ignore
+
+    def _compared(self, *_: Any) -> Any:
+        return self._assumed.value("a number")
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compared  # type: ignore
+
+    def __bool__(self) -> bool:
+        return bool(self._compared())
+
+    def __int__(self) -> int:
+        return int(self._compared())
+
+    __index__ = __trunc__ = __floor__ = __ceil__ = __int__
+    __hash__ = float.__hash__
+
+    def __repr__(self) -> str:
+        return "unknown"
+
+    __str__ = __repr__
+
+    def __format__(self, specification: str) -> str:
+        return "unknown"
