@@ -1,4 +1,4 @@
-"""A program that trains a case of ``real_trainers``, as a user writes it: ``program_trainer.py FOLDER CASE``."""
+"""A program that trains a case of ``real_trainers``: ``program_trainer.py FOLDER CASE``."""
 
 from __future__ import annotations
 

@@ -97,7 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seq-len", "--max-seq-len", "--max-length", type=int, metavar="N", help=length_help)
     add("--rows", type=int, metavar="N", help="rows in a batch of a program, if not its own number")
-    assume_help = "the value that a program asks for at a place, e.g. train.py:31=0.5, as an error says"
+    assume_help = (
+        "the value that a program asks for at a place, e.g. train.py:31=0.5, as an error says"
+    )
     add("--assume", action="append", metavar="PLACE=VALUE", help=assume_help)
     show_help = "show what a program prints, on stderr, and the traceback where it fails"
     add("--show-output", action="store_true", help=show_help)

@@ -45,12 +45,30 @@ _HEADROOM = 0.05
 _LONGEST = 600.0
 """Seconds that a program may take."""
 _WITH_VALUE = (
-    *("--gpu", "--memory", "--rows", "--max-length", "--assume", "--compare", "--tokens", "--price"),
+    *(
+        "--gpu",
+        "--memory",
+        "--rows",
+        "--max-length",
+        "--assume",
+        "--compare",
+        "--tokens",
+        "--price",
+    ),
     *("--power", "--links", "--network"),
 )
 _ALONE = ("--json", "--markdown", "--no-what-ifs", "--show-output")
 """Options of ``plan`` that may stand among those of the program."""
-_NOT_FOR_PROGRAMS = ("html", "fastest", "may_change", "hf", "trainer", "method", "accelerate", "nproc")
+_NOT_FOR_PROGRAMS = (
+    "html",
+    "fastest",
+    "may_change",
+    "hf",
+    "trainer",
+    "method",
+    "accelerate",
+    "nproc",
+)
 
 
 class Split(NamedTuple):
@@ -128,17 +146,15 @@ def plan_of_program(
     asked = [(device, _pace(kind, machine) if is_named else None)]
     alike = [one for one in others if one.capability == kind.capability]
     asked += [_question(one, machine, kind) for one in alike]
-    plan = with_progress(lambda: programs.plan_program(program, asked, _LONGEST))
+    plan = _planned(program, asked)
     found = dict(zip((one.name for one in alike), plan.answers[1:], strict=True))
     for one in others:
         if one.name not in found:  # a program may take other branches there
-            apart = replace(program, gpu=one, rows=plan.answers[0].peak.rows)
-            there = [_question(one, machine, kind)]
-            answer = with_progress(lambda p=apart, t=there: programs.plan_program(p, t, _LONGEST))
-            found[one.name] = answer.answers[0]
+            apart = replace(program, gpu=one, rows=plan.answers[0].peak.rows if plan.seen else None)
+            found[one.name] = _planned(apart, [_question(one, machine, kind)]).answers[0]
     compared = [DeviceAnswer.of(found[one.name]) for one in others]
     answer = plan.answers[0]
-    asked_job = replace(asked_job, unit="tokens" if plan.seen.tokens > 1 else "rows")
+    asked_job = replace(asked_job, unit=_unit(plan))
     about = (*_about(program, plan), *assumptions)
     if arguments.json:
         _print_json(answer, plan, about, compared, asked_job)
@@ -150,7 +166,22 @@ def plan_of_program(
     return answer.verdict
 
 
-def _question(kind: gpus.Gpu, machine: Machine, planned: gpus.Gpu) -> tuple[DeviceLimits, Pace | None]:
+def _planned(
+    program: programs.Program, asked: Sequence[tuple[DeviceLimits, Pace | None]]
+) -> programs.ProgramPlan:
+    return with_progress(lambda: programs.plan_program(program, asked, _LONGEST))
+
+
+def _unit(plan: programs.ProgramPlan) -> str:
+    """What speeds count."""
+    if plan.seen is None:
+        return "batches"
+    return "tokens" if plan.seen.tokens > 1 else "rows"
+
+
+def _question(
+    kind: gpus.Gpu, machine: Machine, planned: gpus.Gpu
+) -> tuple[DeviceLimits, Pace | None]:
     device, _ = planned_gpu(kind, 1, _HEADROOM)
     return device, _pace(kind, machine if kind == planned else machine.for_other_gpus)
 
@@ -176,12 +207,18 @@ def _assumed(given: Sequence[str]) -> dict[str, Any]:
 def _about(program: programs.Program, plan: programs.ProgramPlan) -> list[str]:
     """What has been planned, for people."""
     seen, lines = plan.seen, [f"program: {' '.join(program.words)}, run to its third step"]
-    if program.length:
-        row = f"{program.length} tokens, made of the longest of {counted(seen.looked_at, 'row')}"
+    if seen is None:
+        lines.append(
+            "batches: as the program makes them, without a DataLoader; no other sizes are planned"
+        )
     else:
-        row = f"the longest of the {counted(seen.looked_at, 'row')} that were looked at"
-        row += f", {counted(seen.tokens, 'token')}" * (seen.tokens > 1)
-    lines.append(f"rows: {row}; all rows of a batch are like it")
+        among = counted(seen.looked_at, "row")
+        row = f"the longest of the {among} that were looked at"
+        if program.length:
+            row = f"{program.length} tokens, made of the longest of {among}"
+        elif seen.tokens > 1:
+            row += f", {counted(seen.tokens, 'token')}"
+        lines.append(f"rows: {row}; all rows of a batch are like it")
     if plan.compiles:
         lines.append("compile: planned as if nothing were compiled, which takes more (upper bound)")
     lines += [f"assumed: {place} is {value}" for place, value in program.assumed.items()]
@@ -192,10 +229,14 @@ def _blocks(
     answer: Answer, plan: programs.ProgramPlan, program: programs.Program, asked_job: Job
 ) -> list[Block]:
     peak, device = answer.peak, answer.device
-    largest = f"Largest that fits: {answer.largest}." if answer.largest else "Not even one row fits."
+    size = f"batch of {peak.rows}" if plan.seen else "its batch"
+    largest = ""
+    if plan.seen:
+        fits = f"Largest that fits: {answer.largest}."
+        largest = f" {fits}" if answer.largest else " Not even one row fits."
     batches = f" x {plan.micro_batches} in a step" if plan.micro_batches > 1 else ""
     lines = [
-        f"batch of {peak.rows}{batches}: {answer.verdict}, peak {peak_of(device, peak.reserved)}. {largest}",
+        f"{size}{batches}: {answer.verdict}, peak {peak_of(device, peak.reserved)}.{largest}",
         f"{program.name} on {device.name}",
     ]
     if peak.with_retries:
@@ -205,7 +246,7 @@ def _blocks(
     parts = sorted(peak.parts.items(), key=lambda part: -part[1])
     rows = [(name, human_bytes(size)) for name, size in parts if size >= 1 << 20]
     rows.append(("held by the allocator", human_bytes(peak.reserved)))
-    header = ("peak memory", f"at {peak.rows}")
+    header = ("peak memory", f"at {peak.rows}" if plan.seen else "")
     blocks: list[Block] = [Paragraph(lines, important=True), Table("", header, rows, right={1})]
     if answer.speed:
         blocks += speed_blocks(answer.speed, peak.rows, 1, asked_job, answer.fits, "a batch of")
@@ -227,11 +268,10 @@ def _print_json(
         "device": asdict(answer.device),
         "peak": asdict(answer.peak),
         "micro_batches": plan.micro_batches,
-        "tokens_in_a_row": plan.seen.tokens,
+        "tokens_in_a_row": plan.seen.tokens if plan.seen else None,
         **speed_as_dict(answer.speed, 1, asked_job, fits),
         "speed": asdict(answer.speed) if answer.speed else None,
         "compared": [asdict(one) for one in compared],
         "assumptions": [*about],
     }
     print(json.dumps(found, indent=1))
-

@@ -94,7 +94,14 @@ def cost_lines(speed: Speed, ranks: int, job: Job) -> list[str]:
 def compare_table(devices: Sequence[DeviceAnswer], ranks: int, job: Job) -> Table:
     """The config on several devices; speed, hours and cost only where it fits."""
     (rows,) = {one.rows for one in devices}
-    header = ["device", "verdict", "peak", "largest", f"{job.unit}/s at {counted(rows, 'row')}", "MFU"]
+    header = [
+        "device",
+        "verdict",
+        "peak",
+        "largest",
+        f"{job.unit}/s at {counted(rows, 'row')}",
+        "MFU",
+    ]
     if job.tokens is not None:
         header += ["hours", *(["cost"] if job.compared else [])]
     lines = []
@@ -110,7 +117,9 @@ def compare_table(devices: Sequence[DeviceAnswer], ranks: int, job: Job) -> Tabl
             known = (f"{each:,.3g}" for each in costs if each is not None)
             row += [band, f"{one.speed.mfu:.0%}", *known]
         lines.append(row)
-    title = "On other devices" + (f", {ranks} each" if ranks > 1 else "") + f" ({job.unit}/s per GPU)"
+    title = (
+        "On other devices" + (f", {ranks} each" if ranks > 1 else "") + f" ({job.unit}/s per GPU)"
+    )
     return Table(title, header, lines, set(range(2, len(header))))
 
 

@@ -209,6 +209,7 @@ class TracedRun:
         if guess > many:  # memory is only piecewise linear: correct the slope at the far end
             end = reserved(guess)
             guess -= (end - device.usable_bytes) * (guess - many) // max(1, end - high)
+            guess = min(most, guess)
         found = largest(lambda rows: rows <= most and reserved(rows) <= device.usable_bytes, guess)
         if not confirmed or found < few or self.direct:
             return found

@@ -51,7 +51,9 @@ class Gpu:
     @property
     def capability(self) -> tuple[int, int]:
         """The CUDA capability, as torch gives it; that of an A100 for AMD's."""
-        named = (found for found, beginnings in _CAPABILITIES.items() if self.name.startswith(beginnings))
+        named = (
+            found for found, beginnings in _CAPABILITIES.items() if self.name.startswith(beginnings)
+        )
         return next(named, (8, 0))
 
     @property

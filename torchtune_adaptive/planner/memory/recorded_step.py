@@ -127,14 +127,18 @@ def kept_by(first: RecordedStep, later: RecordedStep) -> list[Kept]:
 _ALIKE = 8
 """Events that show where two steps go on alike."""
 _DIFFERENT = 64
-"""Events that a first step may have more or fewer, but no more than a tenth: a trainer keeps its last loss, say."""
+"""Events that a first step may have more or fewer, if no more than a tenth: a trainer keeps its last loss."""
 
 
 def _kinds(step: RecordedStep) -> list[tuple[bool, int, str]]:
     """What is done in each event, and the operation that allocated the block."""
     streams = {event.block: event.stream for event in step.events if event.nbytes >= 0}
     return [
-        (nbytes < 0, streams.get(block, 0), step.labels[block].operation if block in streams else "")
+        (
+            nbytes < 0,
+            streams.get(block, 0),
+            step.labels[block].operation if block in streams else "",
+        )
         for block, nbytes, _ in step.events
     ]
 

@@ -6,31 +6,29 @@ up or may overflow to 32, and what combines tensors to the widest type among the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from torchtune_adaptive.planner.private import FakeTensor, tree_map_only
-from torchtune_adaptive.planner.programs.private import device_of, kernels_of, without
+from torchtune_adaptive.planner.private import FakeTensor, schema_of, tree_map_only
 from torchtune_adaptive.planner.programs.imports import put
+from torchtune_adaptive.planner.programs.private import device_of, kernels_of, without
 from torchtune_adaptive.planner.trace import fake_device
 
 _KEY = "AutocastPrivateUse1"
-_LOWER = frozenset(
-    "addbmm addmm addmv addr baddbmm bmm chain_matmul einsum gru_cell linalg_multi_dot linalg_vecdot linear "
-    "lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention "
-    "_scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell".split()
+_LOWER = re.compile(
+    "addbmm|addmm|addmv|addr|baddbmm|bmm|chain_matmul|einsum|(gru|lstm|rnn_relu|rnn_tanh)_cell|linalg_multi_dot|"
+    "linalg_vecdot|linear|matmul|mm|mv|prelu|_?scaled_dot_product(_flash)?_attention|_thnn_fused_.*|.*conv.*"
 )
-"""What is computed in 16 bits, besides convolutions."""
-_WIDEST = frozenset(
-    "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()
+"""What is computed in 16 bits."""
+_WIDEST = re.compile(
+    "addcdiv|addcmul|atan2|bilinear|cross|dot|grid_sampler|index_put|scatter_add|tensordot|vdot"
 )
 """What is computed in the widest type of its arguments."""
-_TO_TYPE = frozenset(
-    "cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum".split()
-)
+_TO_TYPE = re.compile("cumprod|cumsum|linalg_(matrix|vector)_norm|log_softmax|prod|softmax|sum")
 """What is computed in 32 bits where no other type is asked for, by kernels that convert."""
 
 
@@ -71,7 +69,13 @@ def allow() -> None:
         operation = getattr(getattr(torch.ops.aten, plain), overload or "default")
         kernels.impl(name, _kernel(plain, operation, casts), _KEY)
     _kept.extend((kernels, others))
-    clear = put(torch, "clear_autocast_cache", lambda: (casts.clear(), clear())[1])
+    clear = torch.clear_autocast_cache
+
+    def cleared() -> None:
+        casts.clear()
+        clear()
+
+    put(torch, "clear_autocast_cache", cleared)
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
         _of_device(torch, name)
     for name in ("set_autocast_enabled", "set_autocast_dtype"):
@@ -84,6 +88,18 @@ def allow() -> None:
         begin(context, _named(device_type), *arguments, **options)
 
     put(torch.autocast, "__init__", begun)
+
+
+def in_lower_type(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that stands for an operation which is computed in 16 bits."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cuda"):
+            to_type = partial(_Casts().to, torch.get_autocast_dtype("cuda"))
+            args, kwargs = tree_map_only(torch.Tensor, to_type, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return call
 
 
 _kept: list[Any] = []
@@ -121,16 +137,15 @@ def _kernel(name: str, operation: Any, casts: _Casts) -> Callable[..., Any]:
         return call(args, kwargs, partial(casts.to, wide))
 
     def to_type(*args: Any, **kwargs: Any) -> Any:
-        names = [argument.name for argument in operation._schema.arguments]
+        names = [argument.name for argument in schema_of(operation).arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         if _is_eligible(args[0]) and given.get("dtype") is None:
             given["dtype"] = torch.float32
         with without(_KEY):
             return operation(**given)
 
-    if name in _LOWER or "conv" in name:
+    if _LOWER.fullmatch(name):
         return lower
-    if name in _WIDEST:
+    if _WIDEST.fullmatch(name):
         return widest
-    return to_type if name in _TO_TYPE else higher
-
+    return to_type if _TO_TYPE.fullmatch(name) else higher

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from torchtune_adaptive.planner.memory.gpus import Gpu
 from torchtune_adaptive.planner.private import FakeTensor
+from torchtune_adaptive.planner.programs.imports import put
 from torchtune_adaptive.planner.programs.known import ProgramWatch, is_cuda, is_ours, values_of
 from torchtune_adaptive.planner.programs.private import device_of, have_parts_of_cuda, let_see
-from torchtune_adaptive.planner.programs.imports import put
 from torchtune_adaptive.planner.programs.unknown import Assumed, UnknownNumber
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.recorder import Recorder
@@ -105,7 +105,7 @@ class Face(TorchFunctionMode):
         def answer(tensor: torch.Tensor) -> torch.Tensor:
             result = func(tensor)
             self._watch.note(result, torch.full(result.shape, known, dtype=torch.bool))
-            return result  # type: ignore[no-any-return]
+            return result
 
         return answer
 
@@ -119,7 +119,9 @@ def _seen(tensor: FakeTensor) -> torch.device:
     """The device that whoever asks sees: torch the fake one, and all others ``cuda:0``."""
     device = device_of(tensor)
     if device.type == fake_device.NAME:
-        asks = f"{sys._getframe(1).f_globals.get('__name__', '')}."
+        # Not the frame itself, which would hold itself, and all its callers hold, until cycles are collected.
+        caller = inspect.currentframe().f_back  # type: ignore[union-attr]
+        asks = f"{caller.f_globals.get('__name__', '')}."  # type: ignore[union-attr]
         if not asks.startswith(("torch.", "torchtune_adaptive.planner.")):
             return _CUDA
     return device
@@ -141,7 +143,7 @@ def show(gpu: Gpu, devices: int, recorder: Recorder) -> None:
     have_parts_of_cuda()
     put(torch.version, "cuda", _CUDA_VERSION)
     cuda = torch.cuda
-    answers = {
+    answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
         "is_bf16_supported": major >= 8,

@@ -1,8 +1,9 @@
 """Operations of a program: those on the fake device are recorded, and what follows from data has its value.
 
-What a program computes on the host is computed. A tensor on the device has no values, but where it was made of
-a batch, a mask or the numbers of positions, say, its values are computed beside it, on the host. So whatever
-depends on data alone happens as it would on a GPU: which tokens have a label, or whether rows have padding.
+What a program computes on the host is computed. A tensor on the device has no values, but where it was made
+of a batch, a mask or the numbers of positions, say, its values are computed beside it, on the host. So
+whatever depends on data alone happens as it would on a GPU: which tokens have a label, or whether rows have
+padding.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _TO = _aten._to_copy.default
 _LIKE = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
 """Operations whose result does not depend on the values of what they are given."""
 _VALUES_DECIDE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_SCALER = _aten._amp_foreach_non_finite_check_and_unscale_.default
+"""Notes whether a gradient has overflowed: in what is planned, none does."""
 _INDEXED = {
     _aten.index.Tensor,
     _aten.index_put.default,
@@ -120,9 +123,10 @@ class ProgramWatch(Watch):
         """Arguments with values; None if some are not known."""
         known: list[_Known] = []
         try:
-            found = _with_values(args, known), {
-                name: _with_values(one, known) for name, one in kwargs.items()
-            }
+            found = (
+                _with_values(args, known),
+                {name: _with_values(one, known) for name, one in kwargs.items()},
+            )
         except _NotKnown:
             return None
         if is_ours(found[1].get("device")):
@@ -148,13 +152,13 @@ class ProgramWatch(Watch):
         as CUDA does."""
         indices: list[Any] = []
         for one in args[1]:
-            if isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8):
-                if FakeTensor in (type(one), type(args[0])):
-                    numbers = self._decided(_aten.nonzero.default, (one,), {})
-                    columns = self.__torch_dispatch__(_aten.unbind.int, (FakeTensor,), (numbers, 1))
-                    indices += columns
-                    continue
-            indices.append(one)
+            is_mask = isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8)
+            if is_mask and FakeTensor in (type(one), type(args[0])):
+                numbers = self._decided(_aten.nonzero.default, (one,), {})
+                unbound = _aten.unbind.int
+                indices += self.__torch_dispatch__(unbound, (FakeTensor,), (numbers, 1))
+            else:
+                indices.append(one)
         return args[0], indices, *args[2:]
 
     def _decided(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -241,6 +245,7 @@ def _facts(func: Any) -> _Facts:
         (at, one.name)
         for at, one in enumerate(schema.arguments)
         if one.alias_info is not None and one.alias_info.is_write
+        if func is not _SCALER or one.name == "self"
     )
     name = schema.name.split("::")[1]
     tags = set(func.tags)

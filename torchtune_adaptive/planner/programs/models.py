@@ -13,14 +13,21 @@ from torch import nn
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.programs.device import is_ours
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
-from torchtune_adaptive.planner.programs.private import of_modules, swap_tensors
+from torchtune_adaptive.planner.programs.private import (
+    let_make,
+    of_configs,
+    of_modules,
+    swap_tensors,
+)
 from torchtune_adaptive.planner.told import tell
 from torchtune_adaptive.planner.trace.step_tracer import StepTracer
 from torchtune_adaptive.planner.trace.weights import fill
 
+_LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+
 
 class Models:
-    """Makes the models of a program. The first time, it calls ``begin``, which may give what shortens them."""
+    """Makes the models of a program. The first time, it calls ``begin``, which gives what shortens them."""
 
     def __init__(
         self, tracer: StepTracer, begin: Callable[[], Callable[[nn.Module], None]]
@@ -54,7 +61,7 @@ class Models:
         self._alive.append(model)
 
     def _of_transformers(self, modeling: Any) -> None:
-        of_config = modeling.PreTrainedModel._from_config.__func__
+        of_config = of_configs(modeling.PreTrainedModel)
 
         def without_weights(kind: Any, config: Any, **options: Any) -> Any:
             """A model without weights, in the host's memory as after reading these."""
@@ -67,7 +74,7 @@ class Models:
             return model
 
         def from_pretrained(
-            kind: Any, path: Any = None, *arguments: Any, config: Any = None, **options: Any
+            kind: Any, /, path: Any = None, *arguments: Any, config: Any = None, **options: Any
         ) -> Any:
             """What reads a model's weights, and here only its config."""
             _refuse(options)
@@ -84,22 +91,22 @@ class Models:
             known = ("attn_implementation", "experts_implementation")
             how = {name: options[name] for name in known if options.get(name)}
             model = without_weights(kind, config, dtype=dtype or torch.float32, **how)
-            model.config._name_or_path = model.name_or_path = str(path)
+            model.config.name_or_path = model.name_or_path = str(path)
             model.eval()
             if (where := _device_of(options.get("device_map"))) is not None:
                 model.to(where)
-            found = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
-            found |= {"error_msgs": []}  # type: ignore[dict-item]
-            return (model, found) if options.get("output_loading_info") else model
+            if options.get("output_loading_info"):
+                return model, dict.fromkeys(_LOADING_INFO, ())
+            return model
 
-        modeling.PreTrainedModel._from_config = classmethod(without_weights)
+        let_make(modeling.PreTrainedModel, without_weights)
         modeling.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
 def _refuse(options: dict[str, Any]) -> None:
     if options.get("quantization_config") or options.get("load_in_4bit"):
         raise NoPrediction(
-            "quantization_config: models whose weights have 4 or 8 bits are not planned by running a program. "
+            "quantization_config: weights of 4 or 8 bits are not planned by running a program. "
             "Plan them with --hf MODEL --method qlora, or in a trainer's file."
         )
 
@@ -118,4 +125,3 @@ def _device_of(device_map: Any) -> Any:
     if device_map in ("auto", "balanced", "sequential") or isinstance(device_map, int):
         return "cuda"
     return device_map
-

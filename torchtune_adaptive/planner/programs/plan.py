@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
-from torchtune_adaptive.common import counted
-from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp
+from torchtune_adaptive.common import NoPrediction, counted
+from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp, peak
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.programs.request import Program, ProgramPlan, Seen
 from torchtune_adaptive.planner.programs.run import ProgramRun, Ran
 from torchtune_adaptive.planner.speed.speed import Pace
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.planner.trace.any_depth import AnyDepth
-from torchtune_adaptive.planner.traced_run import Question, TracedRun
+from torchtune_adaptive.planner.trace.compiled_regions import CompiledRegions
+from torchtune_adaptive.planner.traced_run import Answer, Question, TracedRun
 
 _ANY_LENGTH = 1
 """Length that stands for rows as long as the program makes them."""
@@ -25,12 +27,21 @@ _CEILING = 1 << 14
 
 def planned(program: Program, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> ProgramPlan:
     """Plan a program in this process, which does nothing else."""
-    return ProgramRun(program).answered(lambda run: _answer(run, devices))  # type: ignore[no-any-return]
+    return ProgramRun(program).answered(lambda run: _answer(run, devices))
 
 
 def _answer(run: ProgramRun, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> ProgramPlan:
     steps = StepsOfProgram(run)
     seen = steps.seen
+    if seen is None:
+        for option, value in (("--rows", run.program.rows), ("--max-length", run.program.length)):
+            if value is not None:
+                raise NoPrediction(
+                    f"{option}: {value}, but no DataLoader makes the batches of {run.program.name}. "
+                    "Leave it out, and set the size in the program or by its arguments."
+                )
+        answers = [_of_its_batch(steps, device, pace) for device, pace in devices]
+        return ProgramPlan(answers, None, steps.micro_batches, steps.compiles)
     least = max(TracedRun.ROWS[0], -(-_TOKENS // seen.tokens)) if seen.tokens > 1 else 2
     traced = TracedRun(steps, _ANY_LENGTH, rows=(least, least + 1), searches=False)
     rows = run.program.rows or seen.rows
@@ -51,6 +62,18 @@ def _answer(run: ProgramRun, devices: Sequence[tuple[DeviceLimits, Pace | None]]
     return ProgramPlan(answers, seen, steps.micro_batches, steps.compiles)
 
 
+def _of_its_batch(steps: StepsOfProgram, device: DeviceLimits, pace: Pace | None) -> Answer:
+    """The answer where batches are as the program makes them."""
+    step = steps.step(1, _ANY_LENGTH)
+    found = peak(steps.start_up(_ANY_LENGTH).without_search(step), step, 1, _ANY_LENGTH, device)
+    speed = None
+    if pace is not None and step.operations is not None:
+        pace = replace(pace, dtype=pace.dtype or step.operations.dtype)
+        if pace.speeds.peak(pace.dtype) is not None:
+            speed = pace.speed(step.operations, 1, 1, steps.micro_batches)
+    return Answer(device, found, 0, speed, found.verdict(device))
+
+
 class StepsOfProgram:
     """The steps of a program, each run when it is asked for."""
 
@@ -66,10 +89,8 @@ class StepsOfProgram:
         self._start_up = self._tracer.start_up()
 
     @property
-    def seen(self) -> Seen:
-        found = self._tracer.any.ran.seen
-        assert found is not None
-        return found
+    def seen(self) -> Seen | None:
+        return self._tracer.any.ran.seen
 
     @property
     def compiles(self) -> bool:
@@ -84,7 +105,7 @@ class StepsOfProgram:
         return self._start_up
 
     def step(self, rows: int, length: int) -> RecordedStep:
-        asked = None if rows == self.seen.rows else rows
+        asked = None if self.seen is None or rows == self.seen.rows else rows
         return self._tracer.step(lambda tracer: tracer.step(asked), where=counted(rows, "row"))
 
     noted = step
@@ -129,7 +150,7 @@ class StepsOfProgram:
 class _Shortened:
     """The program with models that have fewer layers."""
 
-    regions = None
+    regions: CompiledRegions | None = None
     needs_all_layers = ""
 
     def __init__(self, steps: StepsOfProgram, shortening: Shortening) -> None:
@@ -140,5 +161,5 @@ class _Shortened:
     def step(self, rows: int | None) -> RecordedStep:
         return self._steps.result(rows, self.shortening).step
 
-    def compile_with(self, other: object) -> None:
+    def compile_with(self, other: object, /) -> None:
         """Nothing is compiled."""

@@ -13,22 +13,22 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.data._utils import fetch
 
-from torchtune_adaptive.planner.private import FakeTensor, without_modes
+from torchtune_adaptive.planner.private import FakeTensor
 
-_device = FakeTensor.device.fget
+_device: Any = FakeTensor.device
 
 
 def device_of(tensor: FakeTensor) -> torch.device:
     """The device of a fake tensor, whatever programs are told of it."""
-    return _device(tensor)  # type: ignore[no-any-return, misc]
+    return _device.fget(tensor)
 
 
 def let_see(device: Callable[[FakeTensor], torch.device]) -> None:
-    """Let everybody see this device of a fake tensor."""
-    FakeTensor.device = property(device, FakeTensor.device.fset)  # type: ignore[assignment, method-assign]
+    """Let everybody see this device of a fake tensor, and modes what is asked of it."""
+    del FakeTensor.tolist  # which no mode sees
+    FakeTensor.device = property(device, _device.fset)  # type: ignore[assignment, method-assign]
 
 
 def kernels_of(key: str) -> list[str]:
@@ -42,20 +42,6 @@ def without(key: str) -> Iterator[None]:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     with torch._C._ExcludeDispatchKeyGuard(keys):
         yield
-
-
-@contextmanager
-def without_any_mode() -> Iterator[None]:
-    """A context in which nothing follows what is called, neither operations nor functions."""
-    modes = []
-    while _get_current_function_mode_stack():
-        modes.append(_pop_mode())
-    try:
-        with without_modes():
-            yield
-    finally:
-        for mode in reversed(modes):
-            _push_mode(mode)
 
 
 def fetchers() -> Iterable[Any]:
@@ -78,10 +64,20 @@ def of_modules(apply: Callable[..., Any]) -> None:
 def have_parts_of_cuda() -> None:
     """Let torch have what a build for CUDA has and other libraries take as they are imported: bitsandbytes
     (0.50) and Triton (3.7)."""
-    torch._C._cuda_getCurrentRawStream = lambda *_: 0  # type: ignore[attr-defined]
+    torch._C._cuda_getCurrentRawStream = lambda *_: 0
 
 
 def swap_tensors(before: Callable[[Any, Any], None], one: Any, other: Any) -> None:
     """Swap two tensors, of which fake ones may be in a memo of their mode's, which holds no harm."""
-    with mock.patch.object(weakref, "getweakrefs", lambda _: []):
+    with mock.patch.object(weakref, "getweakrefs", return_value=[]):
         before(one, other)
+
+
+def of_configs(kind: Any) -> Callable[..., Any]:
+    """What makes a model of a config for transformers (5.23): of the class, the config and options."""
+    return kind._from_config.__func__
+
+
+def let_make(kind: Any, of_config: Callable[..., Any]) -> None:
+    """Let another function do that."""
+    kind._from_config = classmethod(of_config)

@@ -50,7 +50,7 @@ class ProgramPlan(NamedTuple):
 
     answers: Sequence[Answer]
     seen: Seen | None
-    """None where it has no batches of a loader, so that they cannot have other rows."""
+    """None where its batches are not made by a loader, so that they cannot have other rows."""
     micro_batches: int
     """Their number in a step."""
     compiles: bool

@@ -1,7 +1,7 @@
 """Runs a program on the fake device, in a process that does nothing else.
 
-The program runs as it would by itself until it makes its first model. From there, forks of the process run on,
-each with other rows or another number of layers, and end after the third step of the optimizer. Meanwhile
+The program runs as it would by itself until it makes its first model. From there, forks of it run on, each
+with other rows or another number of layers, and end after the third step of the optimizer. Meanwhile
 
 - ``surroundings`` takes what it writes, and keeps it from the network,
 - ``device`` shows it a GPU, and ``autocast`` what that casts,
@@ -101,8 +101,8 @@ class ProgramRun:
         finally:
             self._surroundings.close()
         raise NoPrediction(
-            f"{self.program.name}: ended before it put a model on the GPU. Give a program that trains, with the "
-            "arguments that it needs."
+            f"{self.program.name}: ended before it put a model on the GPU. Give a program that "
+            "trains, with the arguments that it needs."
         )
 
     def start(self, rows: int | None, shortening: Shortening) -> Callable[[], Ran]:
@@ -117,6 +117,7 @@ class ProgramRun:
         if not child:
             self._own = path, shortening
             self._loader.rows = rows
+            self._surroundings.forked()
             raise _IsFork
         return lambda: self._result(child, path, shortening)
 
@@ -156,7 +157,11 @@ class ProgramRun:
         self._loader.follow()
         imports.call("transformers.masking_utils", lambda it: put(it, "is_tracing", _no))
         face = device.Face(self._tracer.watch, self._assumed)  # type: ignore[arg-type]
-        replacements = [each for each in self._tracer.replacements() if each[:2] != (torch, "tensor")]
+        replacements = [
+            (owner, name, autocast.in_lower_type(value) if name == _ATTENTION else value)
+            for owner, name, value in self._tracer.replacements()
+            if (owner, name) != (torch, "tensor")
+        ]
         try:
             with replaced(replacements), self._tracer.watch, face:
                 put(torch, "compile", self._compiled)
@@ -198,7 +203,11 @@ class ProgramRun:
         """End a fork with the error, or raise it as the reason why there is no answer."""
         if isinstance(error, SystemExit) and not error.code:
             return
-        reason = error if isinstance(error, NoPrediction) else NoPrediction(_said(self.program.name, error))
+        reason = (
+            error
+            if isinstance(error, NoPrediction)
+            else NoPrediction(_said(self.program.name, error))
+        )
         if self._own is None:
             raise reason from None
         self._leave(reason)
@@ -208,8 +217,8 @@ class ProgramRun:
         if not self._steps.complete:
             self._leave(
                 NoPrediction(
-                    f"{self.program.name}: ended after {self._steps.taken} steps of its optimizer, and {WANTED} are "
-                    "needed. Give it more rows, or fewer in a step."
+                    f"{self.program.name}: ended after {self._steps.taken} steps of its optimizer, "
+                    f"and {WANTED} are needed. Give it more rows, or fewer in a step."
                 )
             )
         try:
@@ -224,6 +233,9 @@ class ProgramRun:
         assert self._own is not None
         Path(self._own[0]).write_bytes(pickle.dumps(found))
         os._exit(0)
+
+
+_ATTENTION = "scaled_dot_product_attention"
 
 
 class _IsFork(BaseException):
@@ -245,5 +257,3 @@ def _said(name: str, error: BaseException) -> str:
     kind = type(error).__name__
     reason = " ".join(f"{kind}: {error}".split())[:300]
     return f"{name}: it failed on the fake device{where}: {reason}"
-
-

@@ -1,7 +1,7 @@
 """The steps of a program's optimizer, cut out of what is recorded.
 
-A step begins with the first batch or forward pass after the one before it. What it has in common with the next
-one, such as gradients that are only deleted then, is taken to be allocated as it begins, and deleted as it ends.
+A step begins with the first batch or forward pass after the one before it. What it leaves to the next one,
+such as gradients that are only deleted then, is taken to be allocated as it begins, and deleted as it ends.
 """
 
 from __future__ import annotations

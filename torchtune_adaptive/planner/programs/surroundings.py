@@ -34,11 +34,18 @@ class Surroundings:
     """A folder that takes what a program writes, wherever it would, and that it then reads there."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="tune-adaptive-plan-")
-        self._scratch = (self._folder, os.path.realpath(tempfile.gettempdir()), "/dev/", "/proc/")
+        self._all = tempfile.mkdtemp(prefix="tune-adaptive-plan-")
+        self._folder = os.path.join(self._all, "0")
+        self._scratch = (self._all, os.path.realpath(tempfile.gettempdir()), "/dev/", "/proc/")
 
     def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._all, ignore_errors=True)
+
+    def forked(self) -> None:
+        """This process is a fork, which goes on with what has been written, and writes for itself."""
+        before, self._folder = self._folder, os.path.join(self._all, str(os.getpid()))
+        if _lexists(before):
+            shutil.copytree(before, self._folder, symlinks=True)
 
     def follow(self, imports: WhenImported) -> None:
         """Take from now on what the program writes, and let it reach nobody."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
@@ -29,7 +29,7 @@ class Assumed:
         Raises:
             NoPrediction: none is given.
         """
-        frame = next(_callers(), None)
+        frame = next(_callers(inspect.currentframe()), None)
         place = _place(frame)
         for name in (place, place.rpartition("/")[2]):
             if name in self._values:
@@ -44,9 +44,8 @@ class Assumed:
         return {*self._values} - self.used
 
 
-def _callers() -> Iterator[FrameType]:
-    """The frames that have called, the last one first, but for those that only pass on."""
-    frame: FrameType | None = sys._getframe(2)
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that have called it, but for those that only pass on."""
     while frame is not None:
         name = f"{frame.f_globals.get('__name__', '')}."
         if not name.startswith(_INSIDE):
@@ -80,14 +79,14 @@ class UnknownNumber(float):
     def _another(self, *_: Any) -> UnknownNumber:
         return UnknownNumber(self._assumed)
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _another  # type: ignore
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _another
     __rtruediv__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __round__ = _another  # type: ignore
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _another  # type: ignore
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _another
 
     def _compared(self, *_: Any) -> Any:
         return self._assumed.value("a number")
 
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compared  # type: ignore
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compared
 
     def __bool__(self) -> bool:
         return bool(self._compared())

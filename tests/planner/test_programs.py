@@ -1,0 +1,302 @@
+"""Plans of programs: what they do on a GPU that is not there, unchanged, and what they do not do."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchtune_adaptive import plan_batch_size
+from torchtune_adaptive.common import NoPrediction
+from torchtune_adaptive.planner import gpus, planned_gpu
+from torchtune_adaptive.planner.programs import Program, ProgramPlan, plan_program
+
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
+
+WIDTH, ROWS, TOKENS = 256, 8, 64
+H100 = gpus.gpu("h100")
+
+PROGRAM = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, layers={layers}, width={width}):
+        super().__init__()
+        self.tokens = nn.Embedding(100, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 100)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def rows():
+    tokens = [torch.arange(number % {tokens} + 1) for number in range(200)]
+    return [dict(input_ids=some, labels=some) for some in tokens]
+
+
+def collate(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+    pad = nn.functional.pad
+    tokens = [pad(row["input_ids"], (0, longest - len(row["input_ids"]))) for row in rows]
+    labels = [pad(row["labels"], (0, longest - len(row["labels"])), value=-100) for row in rows]
+    return {{"input_ids": torch.stack(tokens), "labels": torch.stack(labels)}}
+
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+model = Model().to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+loader = DataLoader(rows(), batch_size={rows}, collate_fn=collate, shuffle=True, num_workers=2, pin_memory=True)
+loss_of = nn.CrossEntropyLoss(ignore_index=-100)
+{before}
+for number, batch in enumerate(loader):
+    tokens, labels = batch["input_ids"].to(device), batch["labels"].to(device, non_blocking=True)
+{step}
+"""
+STEP = """
+optimizer.zero_grad()
+loss = loss_of(model(tokens).flatten(0, 1), labels.flatten())
+loss.backward()
+optimizer.step()
+"""
+
+
+def written(
+    folder: Path, step: str = STEP, before: str = "", layers: int = 3, text: str = PROGRAM
+) -> Path:
+    """A program that trains."""
+    path = folder / "train.py"
+    step = textwrap.indent(step, "    ")
+    path.write_text(
+        text.format(layers=layers, width=WIDTH, tokens=TOKENS, rows=ROWS, before=before, step=step)
+    )
+    return path
+
+
+def planned(path: Path, *words: str, **options: Any) -> ProgramPlan:
+    device, _ = planned_gpu(H100, 1, 0.05)
+    program = Program((str(path), *words), H100, **options)
+    return plan_program(program, [(device, None)], timeout=120)
+
+
+def reserved(plan: ProgramPlan) -> int:
+    return plan.answers[0].peak.reserved
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
+
+
+def build() -> nn.Module:
+    layers = (Block() for _ in range(3))
+    return nn.Sequential(nn.Embedding(100, WIDTH), *layers, nn.Linear(WIDTH, 100))
+
+
+def forward(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    tokens, labels = batch
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+    return loss, 1
+
+
+def worst_case(rows: int) -> Any:
+    tokens = torch.zeros(rows, TOKENS, dtype=torch.long)
+    return tokens, tokens.clone()
+
+
+def test_a_loop_takes_what_the_same_step_takes(tmp_path: Path) -> None:
+    """As one plans a loop of one's own by its functions."""
+    plan = planned(written(tmp_path))
+    assert plan.seen is not None
+    assert (plan.seen.rows, plan.seen.tokens, plan.micro_batches) == (ROWS, TOKENS, 1)
+    assert not plan.compiles
+    known = plan_batch_size(
+        build, optimizer=torch.optim.AdamW, forward=forward, worst_case=worst_case, rows=ROWS
+    )
+    assert plan.answers[0].peak.allocated == pytest.approx(known.allocated, rel=0.001)
+    assert reserved(plan) - known.peak in (0, 1 << 21)  # the loss of the step before is still there
+    assert plan.answers[0].largest == known.largest
+
+
+def test_a_deep_model_takes_what_all_of_its_layers_take(tmp_path: Path) -> None:
+    """Fewer of its layers are run."""
+    few = [planned(written(tmp_path, layers=layers)) for layers in (12, 13, 40)]
+    parameters = [plan.answers[0].peak.parts["parameters"] for plan in few]
+    assert parameters[2] - parameters[0] == 28 * (parameters[1] - parameters[0])
+    each = 4 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
+    assert parameters[1] - parameters[0] == each
+    of_state = [plan.answers[0].peak.parts["optimizer state"] for plan in few]
+    assert of_state[2] - of_state[0] == 28 * 2 * each
+
+
+def test_rows_and_tokens_are_those_that_are_asked_for(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    most = planned(path, rows=2 * ROWS)
+    longest = planned(path, length=2 * TOKENS)
+    assert most.answers[0].peak.rows == 2 * ROWS
+    assert longest.seen is not None and longest.seen.tokens == 2 * TOKENS
+    parts = [plan.answers[0].peak.parts["activations"] for plan in (most, longest)]
+    assert parts[0] == pytest.approx(parts[1], rel=0.01)
+
+
+AUTOCAST = """
+with torch.autocast("cuda", dtype=torch.bfloat16):
+    logits = model(tokens)
+    assert logits.dtype == torch.bfloat16 and logits.is_cuda and str(logits.device) == "cuda:0"
+    loss = loss_of(logits.flatten(0, 1), labels.flatten())
+assert loss.dtype == torch.float32
+scaler.scale(loss / 2).backward()
+if number % 2:
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+def test_autocast_a_scaler_and_accumulation(tmp_path: Path) -> None:
+    path = written(tmp_path, AUTOCAST, "scaler = torch.amp.GradScaler('cuda')")
+    assert planned(path).micro_batches == 2
+
+
+OF_DATA = """
+mask = labels != -100
+kept = model(tokens)[mask]
+assert kept.shape[0] == mask.sum() == len(labels[mask].tolist())
+if mask.all():
+    kept = kept[:: 2]
+else:
+    raise AssertionError("all rows are as long")
+loss = kept.square().mean()
+print(f"loss {loss.item():.3f}", torch.cuda.max_memory_allocated() / torch.cuda.mem_get_info()[1])
+losses.append(loss.item())
+average = sum(losses) / len(losses)
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+"""
+
+
+def test_what_follows_from_data_is_known(tmp_path: Path) -> None:
+    """Logged losses are not, and need not be."""
+    assert planned(written(tmp_path, OF_DATA, "losses = []")).seen is not None
+
+
+STOPS = """
+loss = loss_of(model(tokens).flatten(0, 1), labels.flatten())
+if loss.item() < best:
+    best = 0.5
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+"""
+
+
+def test_what_follows_from_weights_is_asked_for_with_its_place(tmp_path: Path) -> None:
+    path = written(tmp_path, STOPS, "best = 100")
+    line = 1 + path.read_text().splitlines().index("    if loss.item() < best:")
+    with pytest.raises(NoPrediction, match=rf"train.py:{line}: .*--assume train.py:{line}=VALUE"):
+        planned(path)
+    assert planned(path, assumed={f"train.py:{line}": True}).seen is not None
+
+
+OWN_BATCHES = """
+tokens = torch.randint(0, 100, (4, 32)).pin_memory().to(device, non_blocking=True)
+loss = model(tokens).float().logsumexp(-1).mean()
+optimizer.zero_grad(set_to_none=True)
+loss.backward()
+optimizer.step()
+"""
+
+
+def test_batches_without_a_loader_are_as_they_are(tmp_path: Path) -> None:
+    text = PROGRAM.partition("for number, batch")[0] + "for number in range(9):\n{step}\n"
+    path = written(tmp_path, OWN_BATCHES, text=text)
+    plan = planned(path)
+    assert plan.seen is None and plan.answers[0].fits
+    with pytest.raises(NoPrediction, match="--rows: 3, but no DataLoader makes the batches"):
+        planned(path, rows=3)
+
+
+WRITES = """
+import os, pathlib, socket
+folder = pathlib.Path(sys.argv[1])
+(folder / "logs").mkdir()
+with open(folder / "logs" / "log.txt", "w") as file:
+    file.write("begun")
+assert (folder / "logs" / "log.txt").read_text() == "begun"
+(folder / "kept.txt").write_text("changed")
+assert open(folder / "kept.txt").read() == "changed" and (folder / "other.txt").read_text() == "there"
+(folder / "other.txt").unlink()
+os.rename(folder / "logs" / "log.txt", folder / "log.txt")
+torch.save(model.state_dict(), folder / "model.pt")
+try:
+    socket.create_connection(("192.0.2.1", 80), timeout=5)
+except OSError as error:
+    assert "a plan does not connect" in str(error), error
+else:
+    raise AssertionError("connected")
+"""
+
+
+def test_nothing_is_written_and_nobody_is_called(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "kept.txt").write_text("as it was")
+    (folder / "other.txt").write_text("there")
+    planned(written(tmp_path, before=WRITES), str(folder))
+    assert {path.name for path in folder.iterdir()} == {"kept.txt", "other.txt"}
+    assert (folder / "kept.txt").read_text() == "as it was"
+    assert not [*tmp_path.glob("**/__pycache__")]
+
+
+def test_what_fails_is_said_with_its_place(tmp_path: Path) -> None:
+    path = written(tmp_path, "raise ValueError('no such thing')")
+    line = len(path.read_text().splitlines())
+    with pytest.raises(NoPrediction, match=rf"train.py:{line}\): ValueError: no such thing"):
+        planned(path)
+
+
+@pytest.mark.parametrize(
+    ("step", "before", "reason"),
+    [
+        (STEP, "sys.exit()", "ended before it put a model on the GPU|ended after 0 steps"),
+        (f"{STEP}\nif number == 1: break", "", "ended after 2 steps"),
+        (STEP, "sys.exit(3)", "SystemExit: 3"),
+        ("pass", "", "ended after 0 steps"),
+    ],
+)
+def test_what_does_not_train_is_said(tmp_path: Path, step: str, before: str, reason: str) -> None:
+    with pytest.raises(NoPrediction, match=reason):
+        planned(written(tmp_path, step, before))
+
+
+def test_what_is_compiled_is_an_upper_bound(tmp_path: Path) -> None:
+    plan = planned(written(tmp_path, before="model = torch.compile(model)"))
+    as_written = planned(written(tmp_path))
+    assert plan.compiles and reserved(plan) == reserved(as_written)
