@@ -27,6 +27,9 @@ def main(folder: str, case: str) -> None:
     arguments = {key: value for key, value in settings.items() if key not in real.OURS}
     arguments |= {"bf16": settings.get("bf16", True), "max_steps": 4, "save_strategy": "no"}
     arguments.pop("ranks", 1)
+    if settings.get("fsdp"):
+        layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        arguments["fsdp_config"] = {"fsdp_version": 2, "reshard_after_forward": True, **layers}
     more: dict[str, Any] = {}
     if settings.get("lora"):
         from peft import LoraConfig, get_peft_model

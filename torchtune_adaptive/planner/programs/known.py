@@ -41,6 +41,9 @@ _INDEXED = {
 }
 
 
+_PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
+
+
 class _Known:
     """The values of a tensor, until something is written there that is not known."""
 
@@ -74,6 +77,8 @@ class ProgramWatch(Watch):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
+        if not _PLAIN.issuperset(types):
+            return NotImplemented  # a sharded tensor, say: its plain parts come next
         if is_cuda(kwargs.get("device")):  # of a function of torch that asks for a tensor's device
             kwargs["device"] = fake_device.device()
         if FakeTensor not in types and not is_ours(kwargs.get("device")):
@@ -114,10 +119,6 @@ class ProgramWatch(Watch):
 
     def read(self, tensor: torch.Tensor) -> Any:
         return self.value(tensor)
-
-    def note(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Note the values of a tensor."""
-        tensor.known = _Known(values)  # type: ignore[attr-defined]
 
     def _given(self, args: Any, kwargs: Any) -> _Given | None:
         """Arguments with values; None if some are not known."""
@@ -190,7 +191,7 @@ class ProgramWatch(Watch):
                 _aten.empty_strided.default, (), (like.shape, like.stride()), layout
             )
         if values is not None:
-            self.note(made, values)
+            note(made, values)
         return made
 
 
@@ -204,6 +205,11 @@ def is_cuda(device: Any) -> bool:
 def is_ours(device: Any) -> bool:
     """Whether a device is the fake one."""
     return device is not None and torch.device(device).type == fake_device.NAME
+
+
+def note(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Note the values of a tensor on the device."""
+    tensor.known = _Known(values)  # type: ignore[attr-defined]
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -33,7 +33,7 @@ from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import NotRegular, RecordedStep
 from torchtune_adaptive.planner.private import replaced
-from torchtune_adaptive.planner.programs import autocast, device, kernels
+from torchtune_adaptive.planner.programs import autocast, device, kernels, ranks
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import ProgramWatch
 from torchtune_adaptive.planner.programs.loader import Loader
@@ -149,7 +149,8 @@ class ProgramRun:
         imports = WhenImported()
         recorder = self._tracer.recorder
         self._surroundings.follow(imports)
-        device.show(self.program.gpu, 1, recorder)
+        device.show(self.program.gpu, self.program.ranks, recorder)
+        ranks.follow(self.program.ranks, recorder)
         autocast.allow()
         kernels.follow(imports, self.program.gpu)
         self._models.follow(imports)
