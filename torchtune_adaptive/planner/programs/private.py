@@ -87,4 +87,4 @@ def let_make(kind: Any, of_config: Callable[..., Any]) -> None:
 def in_buckets(parameters: Sequence[torch.Tensor], sizes: list[int]) -> list[list[int]]:
     """The places of the parameters in each bucket of ``DistributedDataParallel``."""
     sparse = [False] * len(parameters)
-    return dist._compute_bucket_assignment_by_size(list(parameters), sizes, sparse)[0]  # type: ignore[attr-defined,no-any-return]
+    return dist._compute_bucket_assignment_by_size(list(parameters), sizes, sparse)[0]

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.private import FakeTensor
 from torchtune_adaptive.planner.programs.imports import put
 from torchtune_adaptive.planner.programs.known import note, values_of
@@ -46,7 +48,7 @@ def follow(ranks: int, recorder: Recorder) -> None:
     put(dist, "monitored_barrier", lambda *_, **__: None)
     put(dist, "broadcast_object_list", lambda *_, **__: None)
     put(dist, "all_gather_object", _gathered)
-    put(dist, "gather_object", lambda one, found=None, *_, **__: found and _gathered(found, one))
+    put(dist, "gather_object", lambda one, found=None, *_, **__: _gathered(found or [], one))
     put(dist, "all_reduce", _reducing(dist.all_reduce))
     put(dist, "all_gather", _gathering(dist.all_gather))
     put(dist, "all_gather_into_tensor", _gathering(dist.all_gather_into_tensor))
@@ -60,6 +62,14 @@ def follow(ranks: int, recorder: Recorder) -> None:
     for name in ("__init__", "forward", "no_sync"):
         put(DistributedDataParallel, name, getattr(_Replicated, name))
     _Replicated.recorder = recorder
+    put(FullyShardedDataParallel, "__init__", _refuse)
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise NoPrediction(
+        "FullyShardedDataParallel: its flat parameters cannot be planned. Use FSDP2: fully_shard, or "
+        "fsdp_version: 2 in the configuration of accelerate."
+    )
 
 
 def _environment(ranks: int) -> dict[str, str]:
@@ -107,7 +117,9 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
     def gathered(found: Any, tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
         values = values_of(tensor)
         done = gather(found, tensor, *more, **named)
-        for one in (found if isinstance(found, list) else [found]) if values is not None else ():
+        if values is None:
+            return done
+        for one in found if isinstance(found, list) else [found]:
             _set(
                 one,
                 values.expand(one.numel() // max(1, values.numel()), *values.shape).reshape(
