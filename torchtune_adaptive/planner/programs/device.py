@@ -59,7 +59,7 @@ class Face(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
-        if (instead := self._instead.get(func)) and args and type(args[0]) is FakeTensor:
+        if (instead := self._instead.get(func)) and args and isinstance(args[0], FakeTensor):
             return instead(*args, **kwargs)
         if func in (_Tensor.cuda, _Tensor.pin_memory):
             return self._instead[func](*args, **kwargs)
@@ -112,7 +112,7 @@ class Face(TorchFunctionMode):
 
 def is_on_device(tensor: torch.Tensor) -> bool:
     """Whether a tensor is on the fake device."""
-    return type(tensor) is FakeTensor and device_of(tensor).type == fake_device.NAME
+    return isinstance(tensor, FakeTensor) and device_of(tensor).type == fake_device.NAME
 
 
 def _seen(tensor: FakeTensor) -> torch.device:
