@@ -70,7 +70,8 @@ class Face(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
-        if (instead := self._instead.get(func)) and FakeTensor in map(type, args):
+        instead = self._instead.get(func)
+        if instead and any(isinstance(one, FakeTensor) for one in args[:2]):
             return instead(*args, **kwargs)
         if func in (_Tensor.cuda, _Tensor.pin_memory):
             return self._instead[func](*args, **kwargs)
@@ -136,7 +137,7 @@ def _put_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def is_on_device(tensor: torch.Tensor) -> bool:
     """Whether a tensor, or what it is made of, is on the fake device."""
-    if type(tensor) is FakeTensor:
+    if isinstance(tensor, FakeTensor):
         return device_of(tensor).type == fake_device.NAME
     return isinstance(tensor, DTensor) and is_on_device(tensor.to_local())
 

@@ -5,7 +5,8 @@ with other rows or another number of layers, and end after the third step of the
 
 - ``surroundings`` takes what it writes, and keeps it from the network,
 - ``device`` shows it a GPU, and ``autocast`` what that casts,
-- ``models`` makes models without weights,
+- ``models`` makes models without weights, and ``quantized`` lets these have few bits,
+- ``kernels`` and ``registered`` see the kernels that it launches,
 - ``loader`` makes its batches,
 - ``known`` records what it does on the device, and computes what follows from data; ``unknown`` is about what
   does not,
@@ -33,7 +34,7 @@ from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import NotRegular, RecordedStep
 from torchtune_adaptive.planner.private import replaced
-from torchtune_adaptive.planner.programs import autocast, device, kernels, ranks
+from torchtune_adaptive.planner.programs import autocast, device, kernels, quantized, ranks
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import ProgramWatch
 from torchtune_adaptive.planner.programs.loader import Loader
@@ -153,6 +154,7 @@ class ProgramRun:
         ranks.follow(self.program.ranks, recorder)
         autocast.allow()
         kernels.follow(imports, self.program.gpu)
+        quantized.follow(imports, self._assumed)
         self._models.follow(imports)
         self._steps.follow()
         self._loader.follow()
