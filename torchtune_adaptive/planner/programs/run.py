@@ -18,7 +18,6 @@ import functools
 import multiprocessing
 import os
 import pickle
-import runpy
 import signal
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import NotRegular, RecordedStep
 from torchtune_adaptive.planner.private import replaced
-from torchtune_adaptive.planner.programs import autocast, device, kernels
+from torchtune_adaptive.planner.programs import autocast, commands, device, kernels
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import ProgramWatch
 from torchtune_adaptive.planner.programs.loader import Loader
@@ -149,6 +148,7 @@ class ProgramRun:
         imports = WhenImported()
         recorder = self._tracer.recorder
         self._surroundings.follow(imports)
+        commands.follow(imports)
         device.show(self.program.gpu, 1, recorder)
         autocast.allow()
         kernels.follow(imports, self.program.gpu)
@@ -165,24 +165,13 @@ class ProgramRun:
         try:
             with replaced(replacements), self._tracer.watch, face:
                 put(torch, "compile", self._compiled)
-                self._execute()
+                commands.execute(self.program.words)
         except _Done:
             raise
         except BaseException as error:
             self._failed(error)
         if self._own is not None:
             self._finish()
-
-    def _execute(self) -> None:
-        words = [*self.program.words]
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words
-            sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
-            runpy.run_path(words[0], run_name="__main__")
 
     def _compiled(self, function: Any = None, **_: Any) -> Any:
         """What is compiled, as it is written; noted when it runs in a step."""
