@@ -3,7 +3,8 @@
 The program runs as it would by itself until it makes its first model. From there, forks of it run on, each
 with other rows or another number of layers, and end after the third step of the optimizer. Meanwhile
 
-- ``surroundings`` takes what it writes, and keeps it from the network,
+- ``surroundings`` takes what it writes, and keeps it from the network; ``hub`` from downloading weights,
+- ``commands`` launches in this process what it would in others,
 - ``device`` shows it a GPU, and ``autocast`` what that casts,
 - ``models`` makes models without weights,
 - ``loader`` makes its batches,
@@ -32,7 +33,7 @@ from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import NotRegular, RecordedStep
 from torchtune_adaptive.planner.private import replaced
-from torchtune_adaptive.planner.programs import autocast, commands, device, kernels
+from torchtune_adaptive.planner.programs import autocast, commands, device, hub, kernels
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import ProgramWatch
 from torchtune_adaptive.planner.programs.loader import Loader
@@ -149,6 +150,7 @@ class ProgramRun:
         recorder = self._tracer.recorder
         self._surroundings.follow(imports)
         commands.follow(imports)
+        hub.follow(imports)
         device.show(self.program.gpu, 1, recorder)
         autocast.allow()
         kernels.follow(imports, self.program.gpu)

@@ -50,13 +50,15 @@ class Surroundings:
     def follow(self, imports: WhenImported) -> None:
         """Take from now on what the program writes, and let it reach nobody."""
         os.environ.update(_QUIET)
+        os.environ["TMPDIR"] = tempfile.tempdir = self._all
         for owner in (builtins, io):
             put(owner, "open", self._opening(io.open))
         put(os, "open", self._opening_descriptor(os.open))
         for name in ("mkdir", "truncate", "chmod", "utime"):
             put(os, name, self._writing(getattr(os, name), 1))
-        for name in ("rename", "replace", "link", "symlink"):
+        for name in ("rename", "replace", "link"):
             put(os, name, self._writing(getattr(os, name), 2))
+        put(os, "symlink", self._linking(os.symlink))
         for name in ("remove", "unlink", "rmdir"):
             put(os, name, self._removing(getattr(os, name)))
         for name in ("stat", "lstat", "access", "statvfs", "chdir"):
@@ -125,6 +127,13 @@ class Surroundings:
             return before(*placed, *arguments[paths:], **options)
 
         return done
+
+    def _linking(self, before: Callable[..., None]) -> Callable[..., None]:
+        def linked(to: Any, path: Any, *arguments: Any, **options: Any) -> None:
+            whole = os.path.join(os.path.dirname(os.path.abspath(path)), to)
+            before(self._where(whole, False), self._where(path, True), *arguments, **options)
+
+        return linked
 
     def _removing(self, before: Callable[..., None]) -> Callable[..., None]:
         """What is not in the folder stays where it is."""
