@@ -61,7 +61,7 @@ class Split(NamedTuple):
 
 
 def split(words: Sequence[str]) -> Split:
-    """Find the program on a command line: a script, or ``-m`` and a module. All that follows is the program's
+    """Find the program on a command line: a script, ``-m`` and a module, or a command. All that follows is the program's
     own, but for options of ``plan``; what follows ``--`` is so in any case."""
     words = [*words]
     explicit = "--" in words
@@ -90,7 +90,10 @@ def _begin(words: Sequence[str]) -> int | None:
         before = words[at - 1] if at else ""
         if word == "-m":
             return at
-        if word.endswith(".py") and not word.startswith("-") and before not in _WITH_VALUE:
+        if word.startswith("-") or before in _WITH_VALUE:
+            continue
+        is_option = before.startswith("-") and before not in _ALONE
+        if word.endswith(".py") or (not is_option and programs.command(word)):
             return at
     return None
 
@@ -113,8 +116,9 @@ def plan_of_program(
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(option, str(value), "is not for a program", "Leave it out")
     words = arguments.program
-    if words[0] != "-m" and not Path(words[0]).is_file():
-        raise ConfigError("PROGRAM", words[0], "is not a file", "Give the path of a script")
+    if words[0] != "-m" and not Path(words[0]).is_file() and not programs.command(words[0]):
+        remedy = "Give the path of a script, or the command of an installed package"
+        raise ConfigError("PROGRAM", words[0], "is not a file", remedy)
     kind = gpus.gpu(gpu or gpus.DEFAULT)
     names = names_in(arguments.compare)
     others = [gpus.gpu(name, "--compare") for name in names]
