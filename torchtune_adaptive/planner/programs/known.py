@@ -281,7 +281,9 @@ def _facts(func: Any) -> _Facts:
     )
     like = _LIKE.get(name)
     decide = bool(_VALUES_DECIDE & tags) and name != "_local_scalar_dense"
-    return _Facts(writes, computable, decide, like, registered.kernel_of(schema.name, schema.overload_name))
+    return _Facts(
+        writes, computable, decide, like, registered.kernel_of(schema.name, schema.overload_name)
+    )
 
 
 def _is_small(result: Any) -> bool:

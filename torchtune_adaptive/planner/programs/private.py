@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -35,6 +35,11 @@ def let_see(device: Callable[[FakeTensor], torch.device]) -> None:
 def kernels_of(key: str) -> list[str]:
     """The names of the operations that have a kernel for a dispatch key."""
     return torch._C._dispatch_get_registrations_for_dispatch_key(key)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of another one."""
+    return tensor._is_view()
 
 
 @contextmanager
@@ -66,6 +71,18 @@ def have_parts_of_cuda() -> None:
     """Let torch have what a build for CUDA has and other libraries take as they are imported: bitsandbytes
     (0.50) and Triton (3.7)."""
     torch._C._cuda_getCurrentRawStream = lambda *_: 0
+
+
+def let_backward_run_in(context: AbstractContextManager[Any]) -> None:
+    """Let each backward pass run in a context. A mode that sees calls of torch does not see those within one
+    of them, as whatever a program does in the backward pass is within the call that begins it."""
+    before = torch.autograd._engine_run_backward
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with context:
+            return before(*arguments, **options)
+
+    torch.autograd._engine_run_backward = run
 
 
 def swap_tensors(before: Callable[[Any, Any], None], one: Any, other: Any) -> None:

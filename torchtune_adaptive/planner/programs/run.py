@@ -47,6 +47,7 @@ from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import ProgramWatch
 from torchtune_adaptive.planner.programs.loader import Loader
 from torchtune_adaptive.planner.programs.models import Models
+from torchtune_adaptive.planner.programs.private import let_backward_run_in
 from torchtune_adaptive.planner.programs.request import Program, Seen
 from torchtune_adaptive.planner.programs.steps import WANTED, Steps
 from torchtune_adaptive.planner.programs.surroundings import Surroundings
@@ -170,6 +171,7 @@ class ProgramRun:
         self._loader.follow()
         imports.call("transformers.masking_utils", lambda it: put(it, "is_tracing", _no))
         face = device.Face(self._tracer.watch, self._assumed)  # type: ignore[arg-type]
+        let_backward_run_in(face)
         replacements = [
             (owner, name, autocast.in_lower_type(value) if name == _ATTENTION else value)
             for owner, name, value in self._tracer.replacements()

@@ -116,7 +116,7 @@ class Steps:
 
     def _passed(self) -> None:
         """A backward pass is over."""
-        if self._between:
+        if self._between or self._stage == _UPDATE or in_backward():  # one in another
             return
         if self._log is not None:
             self._log.next_part()
