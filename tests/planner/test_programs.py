@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.programs import PROGRAM, ROWS, STEP, TOKENS, WIDTH, planned, written
+from tests.helpers.programs import MEMORY, PROGRAM, ROWS, STEP, TOKENS, WIDTH, planned, written
 from torchtune_adaptive import plan_batch_size
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.programs import ProgramPlan
@@ -53,7 +53,12 @@ def test_a_loop_takes_what_the_same_step_takes(tmp_path: Path) -> None:
     assert (plan.seen.rows, plan.seen.tokens, plan.micro_batches) == (ROWS, TOKENS, 1)
     assert not plan.compiles
     known = plan_batch_size(
-        build, optimizer=torch.optim.AdamW, forward=forward, worst_case=worst_case, rows=ROWS
+        build,
+        optimizer=torch.optim.AdamW,
+        forward=forward,
+        worst_case=worst_case,
+        rows=ROWS,
+        memory=MEMORY,
     )
     assert plan.answers[0].peak.allocated == pytest.approx(known.allocated, rel=0.001)
     assert reserved(plan) - known.peak in (0, 1 << 21)  # the loss of the step before is still there

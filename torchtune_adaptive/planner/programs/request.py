@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ class Program:
     words: tuple[str, ...]
     """A script, ``-m`` and a module, or a command of an installed package; and its arguments."""
     gpu: Gpu
-    ranks: int = 1
-    """The number of GPUs, each of which is a rank of the program."""
+    ranks: int | None = None
+    """The number of GPUs, each of which is a rank of the program; None for as many as its launcher says."""
     rows: int | None = None
     """Rows of a batch, if not the program's own."""
     length: int | None = None
@@ -51,6 +51,7 @@ class ProgramPlan(NamedTuple):
     """The memory and the speed of a program's steps, on each device that was asked about."""
 
     answers: Sequence[Answer]
+    ranks: int
     seen: Seen | None
     """None where its batches are not made by a loader, so that they cannot have other rows."""
     micro_batches: int
@@ -59,9 +60,12 @@ class ProgramPlan(NamedTuple):
     """Whether it compiles something, which is planned as if it did not."""
 
 
-def plan_program(
-    program: Program, devices: Sequence[tuple[DeviceLimits, Pace | None]], timeout: float
-) -> ProgramPlan:
+Devices = Callable[[int], Sequence[tuple[DeviceLimits, Pace | None]]]
+"""What gives devices, and what their speed follows from if that is known, by the number of ranks. Another
+process can import it."""
+
+
+def plan_program(program: Program, devices: Devices, timeout: float) -> ProgramPlan:
     """Plan a program on devices that are like its GPU, in a process that may take so many seconds.
 
     Raises:
@@ -70,7 +74,7 @@ def plan_program(
     return call_alone(_planned, program, devices, timeout=timeout)
 
 
-def _planned(program: Program, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> ProgramPlan:
+def _planned(program: Program, devices: Devices) -> ProgramPlan:
     from torchtune_adaptive.planner.programs.plan import planned
 
     return planned(program, devices)

@@ -115,6 +115,20 @@ class ProgramRun:
             "trains, with the arguments that it needs."
         )
 
+    def ranks(self) -> int:
+        """The number of ranks.
+
+        Raises:
+            NoPrediction: the program is launched on another number than is asked for.
+        """
+        launched, asked = ranks.number(), self.program.ranks
+        if asked not in (None, launched):
+            raise NoPrediction(
+                f"--nproc: {asked}, but {self.program.name} is launched on {launched} GPUs. Leave one of the "
+                "two out."
+            )
+        return launched
+
     def start(self, rows: int | None, shortening: Shortening) -> Callable[[], Ran]:
         """Begin a run in a fork; what is returned waits for its result.
 
@@ -161,8 +175,8 @@ class ProgramRun:
         self._surroundings.follow(imports)
         commands.follow(imports)
         hub.follow(imports)
-        device.show(self.program.gpu, self.program.ranks, recorder)
-        ranks.follow(self.program.ranks, recorder)
+        device.show(self.program.gpu, self.program.ranks or 1, recorder)
+        ranks.follow(self.program.ranks or 1, recorder)
         autocast.allow()
         kernels.follow(imports, self.program.gpu)
         quantized.follow(imports, self._assumed)
@@ -230,8 +244,7 @@ class ProgramRun:
         except NotRegular as reason:
             self._leave(NoPrediction(f"{self.program.name}: {reason}, so its steps do not repeat."))
         assert self._own is not None
-        found = Ran(start_up, step, self._own[1], self._loader.seen, self._compiles)
-        self._leave(found)
+        self._leave(Ran(start_up, step, self._own[1], self._loader.seen, self._compiles))
 
     def _leave(self, found: Ran | Exception) -> NoReturn:
         assert self._own is not None
