@@ -62,7 +62,7 @@ def test_a_loop_takes_what_the_same_step_takes(tmp_path: Path) -> None:
     )
     assert plan.answers[0].peak.allocated == pytest.approx(known.allocated, rel=0.001)
     assert reserved(plan) - known.peak in (0, 1 << 21)  # the loss of the step before is still there
-    assert plan.answers[0].largest == known.largest
+    assert plan.answers[0].largest == pytest.approx(known.largest, rel=0.02)  # that has searched
 
 
 def test_a_deep_model_takes_what_all_of_its_layers_take(tmp_path: Path) -> None:

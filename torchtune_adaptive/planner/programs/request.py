@@ -10,7 +10,6 @@ from torchtune_adaptive.planner.memory.gpus import Gpu
 from torchtune_adaptive.planner.memory.peak import DeviceLimits
 from torchtune_adaptive.planner.speed.speed import Pace
 from torchtune_adaptive.planner.traced_run import Answer
-from torchtune_adaptive.planner.workers import call_alone
 
 
 @dataclass(frozen=True)
@@ -63,18 +62,3 @@ class ProgramPlan(NamedTuple):
 Devices = Callable[[int], Sequence[tuple[DeviceLimits, Pace | None]]]
 """What gives devices, and what their speed follows from if that is known, by the number of ranks. Another
 process can import it."""
-
-
-def plan_program(program: Program, devices: Devices, timeout: float) -> ProgramPlan:
-    """Plan a program on devices that are like its GPU, in a process that may take so many seconds.
-
-    Raises:
-        NoPrediction: it cannot be run on a device that is not there, or not in that time.
-    """
-    return call_alone(_planned, program, devices, timeout=timeout)
-
-
-def _planned(program: Program, devices: Devices) -> ProgramPlan:
-    from torchtune_adaptive.planner.programs.plan import planned
-
-    return planned(program, devices)
