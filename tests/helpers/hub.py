@@ -51,8 +51,10 @@ def hub(**models: dict[str, Any] | str) -> Iterator[Hub]:
                 return
             found.asked.append(f"{self.command} {self.path}")
             found.tokens.add(self.headers["Authorization"])
-            name = self.path.partition("resolve")[0]
+            name, _, file = self.path.partition("resolve/main/")
             model = found.models.get(name, "RepoNotFound")
+            if isinstance(model, dict) and file != "config.json":
+                model = "EntryNotFound"
             if model == "silent":
                 found.ended.wait(60)
             elif isinstance(model, str) and model != "slow":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
+    from torchtune_adaptive.planner.programs.commands import command
     from torchtune_adaptive.planner.programs.request import (
         Program,
         ProgramPlan,

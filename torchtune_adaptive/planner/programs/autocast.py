@@ -45,7 +45,12 @@ class _Casts:
         if not _is_eligible(tensor) or tensor.dtype == dtype:
             return tensor
         kept = tensor.requires_grad and tensor.is_leaf and not is_view(tensor)
-        if not kept or dtype == torch.float32 or tensor.dtype != torch.float32 or not torch.is_autocast_cache_enabled():
+        if (
+            not kept
+            or dtype == torch.float32
+            or tensor.dtype != torch.float32
+            or not torch.is_autocast_cache_enabled()
+        ):
             return tensor.to(dtype)
         if id(tensor) not in self._kept:
             self._kept[id(tensor)] = tensor.to(dtype)

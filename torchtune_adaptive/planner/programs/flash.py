@@ -46,9 +46,7 @@ class _How(NamedTuple):
     def parts(self, *packed: torch.Tensor) -> list[torch.Tensor]:
         """Queries, keys and values, of which some may be in one tensor."""
         dims = 4 if self.rows is None else 3
-        return [
-            part for one in packed for part in (one.unbind(-3) if one.dim() > dims else (one,))
-        ]
+        return [part for one in packed for part in (one.unbind(-3) if one.dim() > dims else (one,))]
 
 
 class _Attention(torch.autograd.Function):
@@ -194,7 +192,9 @@ def _function(
 def _rows(*lengths: Any) -> tuple[tuple[int, int], ...]:
     """The lengths of rows, by where each begins; as long as the longest where that is not known."""
     found = []
-    for begins, longest in zip(lengths[: len(lengths) // 2], lengths[len(lengths) // 2 :], strict=True):
+    for begins, longest in zip(
+        lengths[: len(lengths) // 2], lengths[len(lengths) // 2 :], strict=True
+    ):
         values = values_of(begins)
         each = [int(longest)] * (len(begins) - 1) if values is None else values.diff().tolist()
         found.append(each)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.utils.data._utils import fetch
 
 from torchtune_adaptive.planner.private import FakeTensor
@@ -96,6 +97,36 @@ def swap_tensors(before: Callable[[Any, Any], None], one: Any, other: Any) -> No
         before(one, other)
 
 
+def let_subclass() -> None:
+    """Let subclasses of tensors that libraries make of plain ones, such as the weights of bitsandbytes (0.50),
+    be made of fake ones as well, and be fake."""
+    before = torch.Tensor._make_subclass
+
+    def made(kind: Any, data: Any, requires_grad: bool = False, **options: Any) -> torch.Tensor:
+        if not isinstance(data, FakeTensor):
+            return before(kind, data, requires_grad, **options)
+        tensor = data.detach()
+        tensor.__class__ = _fake_kind(kind)
+        return tensor.requires_grad_(requires_grad)
+
+    torch.Tensor._make_subclass = staticmethod(made)  # type: ignore[assignment, method-assign]
+
+
+@functools.cache
+def _fake_kind(kind: Any) -> Any:
+    if issubclass(kind, FakeTensor):
+        return kind
+    return type(kind)(kind.__name__, (kind, FakeTensor), {"detach": _detach_alike})
+
+
+def _detach_alike(tensor: Any) -> Any:
+    """A detached tensor of the same kind, as parameters that are swapped have to be."""
+    detached = torch.Tensor.detach(tensor)
+    detached.__class__ = type(tensor)
+    vars(detached).update(vars(tensor))
+    return detached
+
+
 def of_configs(kind: Any) -> Callable[..., Any]:
     """What makes a model of a config for transformers (5.23): of the class, the config and options."""
     return kind._from_config.__func__
@@ -104,3 +135,9 @@ def of_configs(kind: Any) -> Callable[..., Any]:
 def let_make(kind: Any, of_config: Callable[..., Any]) -> None:
     """Let another function do that."""
     kind._from_config = classmethod(of_config)
+
+
+def in_buckets(parameters: Sequence[torch.Tensor], sizes: list[int]) -> list[list[int]]:
+    """The places of the parameters in each bucket of ``DistributedDataParallel``."""
+    sparse = [False] * len(parameters)
+    return dist._compute_bucket_assignment_by_size(list(parameters), sizes, sparse)[0]

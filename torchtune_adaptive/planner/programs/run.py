@@ -3,9 +3,11 @@
 The program runs as it would by itself until it makes its first model. From there, forks of it run on, each
 with other rows or another number of layers, and end after the third step of the optimizer. Meanwhile
 
-- ``surroundings`` takes what it writes, and keeps it from the network,
+- ``surroundings`` takes what it writes, and keeps it from the network; ``hub`` from downloading weights,
+- ``commands`` launches in this process what it would in others,
 - ``device`` shows it a GPU, and ``autocast`` what that casts,
-- ``models`` makes models without weights,
+- ``models`` makes models without weights, and ``quantized`` lets these have few bits,
+- ``kernels`` and ``registered`` see the kernels that it launches,
 - ``loader`` makes its batches,
 - ``known`` records what it does on the device, and computes what follows from data; ``unknown`` is about what
   does not,
@@ -18,7 +20,6 @@ import functools
 import multiprocessing
 import os
 import pickle
-import runpy
 import signal
 import sys
 import tempfile
@@ -33,7 +34,15 @@ from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import NotRegular, RecordedStep
 from torchtune_adaptive.planner.private import replaced
-from torchtune_adaptive.planner.programs import autocast, device, kernels
+from torchtune_adaptive.planner.programs import (
+    autocast,
+    commands,
+    device,
+    hub,
+    kernels,
+    quantized,
+    ranks,
+)
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import ProgramWatch
 from torchtune_adaptive.planner.programs.loader import Loader
@@ -150,9 +159,13 @@ class ProgramRun:
         imports = WhenImported()
         recorder = self._tracer.recorder
         self._surroundings.follow(imports)
-        device.show(self.program.gpu, 1, recorder)
+        commands.follow(imports)
+        hub.follow(imports)
+        device.show(self.program.gpu, self.program.ranks, recorder)
+        ranks.follow(self.program.ranks, recorder)
         autocast.allow()
         kernels.follow(imports, self.program.gpu)
+        quantized.follow(imports, self._assumed)
         self._models.follow(imports)
         self._steps.follow()
         self._loader.follow()
@@ -167,24 +180,13 @@ class ProgramRun:
         try:
             with replaced(replacements), self._tracer.watch, face:
                 put(torch, "compile", self._compiled)
-                self._execute()
+                commands.execute(self.program.words)
         except _Done:
             raise
         except BaseException as error:
             self._failed(error)
         if self._own is not None:
             self._finish()
-
-    def _execute(self) -> None:
-        words = [*self.program.words]
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words
-            sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
-            runpy.run_path(words[0], run_name="__main__")
 
     def _compiled(self, function: Any = None, **_: Any) -> Any:
         """What is compiled, as it is written; noted when it runs in a step."""

@@ -66,4 +66,3 @@ class _Installed(Distribution):
 
     def locate_file(self, path: Any) -> Any:
         raise FileNotFoundError(path)
-

@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,22 @@ class Surroundings:
     def follow(self, imports: WhenImported) -> None:
         """Take from now on what the program writes, and let it reach nobody."""
         os.environ.update(_QUIET)
+        os.environ["TMPDIR"] = tempfile.tempdir = self._all
         for owner in (builtins, io):
             put(owner, "open", self._opening(io.open))
         put(os, "open", self._opening_descriptor(os.open))
-        for name in ("mkdir", "rmdir", "remove", "unlink", "truncate", "chmod", "utime"):
+        for name in ("mkdir", "truncate", "chmod", "utime"):
             put(os, name, self._writing(getattr(os, name), 1))
-        for name in ("rename", "replace", "link", "symlink"):
+        for name in ("rename", "replace", "link"):
             put(os, name, self._writing(getattr(os, name), 2))
-        for name in ("stat", "lstat", "listdir", "scandir", "access"):
+        put(os, "symlink", self._linking(os.symlink))
+        for name in ("remove", "unlink", "rmdir"):
+            put(os, name, self._removing(getattr(os, name)))
+        for name in ("stat", "lstat", "access", "statvfs", "chdir"):
             put(os, name, self._reading(getattr(os, name)))
+        put(os, "listdir", self._listing(os.listdir))
+        put(os, "scandir", self._scanning(os.scandir))
+        imports.call("pyarrow", self._of_arrow)
         put(torch, "save", lambda *_, **__: None)
         connect = socket.socket.connect
         put(socket.socket, "connect", lambda one, address: _connected(connect, one, address))
@@ -68,15 +75,29 @@ class Surroundings:
         imports.call("transformers.trainer", _no_hub)
         imports.call("accelerate.tracking", lambda it: put(it, "filter_trackers", lambda *_: []))
 
-    def _where(self, path: Any, writes: bool) -> Any:
-        """The place of a file: in the folder if it is written now, or was before."""
+    def _of_arrow(self, arrow: Any) -> None:
+        """Arrow opens files by itself."""
+        for name in ("memory_map", "input_stream"):
+            put(arrow, name, self._reading(getattr(arrow, name)))
+
+    def _ours(self, path: Any, folder: int | None = None) -> tuple[str, str] | None:
+        """A path, relative to an open folder perhaps, and its place in the folder; None if it is a descriptor
+        or nothing that a plan leaves alone."""
         try:
-            whole = os.path.abspath(os.fsdecode(path))
+            path = os.fsdecode(path)
         except TypeError:  # a descriptor
+            return None
+        if folder is not None:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
+        whole = os.path.abspath(path)
+        return None if whole.startswith(self._scratch) else (whole, self._folder + whole)
+
+    def _where(self, path: Any, writes: bool, folder: int | None = None) -> Any:
+        """The place of a file: in the folder if it is written now, or was before."""
+        found = self._ours(path, folder)
+        if found is None:
             return path
-        if whole.startswith(self._scratch):
-            return path
-        ours = self._folder + whole
+        whole, ours = found
         if not writes:
             return ours if _lexists(ours) else path
         if not _lexists(ours):
@@ -94,25 +115,91 @@ class Surroundings:
 
     def _opening_descriptor(self, before: Callable[..., int]) -> Callable[..., int]:
         def opened(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
-            return before(self._where(path, bool(flags & _WRITES)), flags, *arguments, **options)
+            where = self._where(path, bool(flags & _WRITES), options.get("dir_fd"))
+            return before(where, flags, *arguments, **options)
 
         return opened
 
     def _writing(self, before: Callable[..., Any], paths: int) -> Callable[..., Any]:
         def done(*arguments: Any, **options: Any) -> Any:
-            placed = [self._where(path, writes=True) for path in arguments[:paths]]
+            folder = options.get("dir_fd")
+            placed = [self._where(path, True, folder) for path in arguments[:paths]]
             return before(*placed, *arguments[paths:], **options)
 
         return done
 
+    def _linking(self, before: Callable[..., None]) -> Callable[..., None]:
+        def linked(to: Any, path: Any, *arguments: Any, **options: Any) -> None:
+            whole = os.path.join(os.path.dirname(os.path.abspath(path)), to)
+            before(self._where(whole, False), self._where(path, True), *arguments, **options)
+
+        return linked
+
+    def _removing(self, before: Callable[..., None]) -> Callable[..., None]:
+        """What is not in the folder stays where it is."""
+
+        def removed(path: Any, **options: Any) -> None:
+            found = self._ours(path, options.get("dir_fd"))
+            if found is None or _lexists(found[1]) or not _lexists(found[0]):
+                before(found[1] if found else path, **options)
+
+        return removed
+
     def _reading(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def done(path: Any = ".", *arguments: Any, **options: Any) -> Any:
-            return before(self._where(path, writes=False), *arguments, **options)
+        def done(path: Any, *arguments: Any, **options: Any) -> Any:
+            where = self._where(path, False, options.get("dir_fd"))
+            return before(where, *arguments, **options)
 
         return done
 
+    def _both(self, path: Any) -> list[Any]:
+        """The folders that are one for the program: its own, if it is there, and what it has written."""
+        where = self._where(path, False)
+        return [path, where] if where != path and _is_there(path) else [where]
+
+    def _listing(self, before: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def listed(path: Any = ".") -> list[Any]:
+            return [*dict.fromkeys(name for one in self._both(path) for name in before(one))]
+
+        return listed
+
+    def _scanning(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def scanned(path: Any = ".") -> Any:
+            if len(folders := self._both(path)) == 1:
+                return before(*folders)
+            found = {entry.name: entry for one in folders for entry in before(one)}
+            return _Entries(found.values())
+
+        return scanned
+
+
+class _Entries(Iterator[Any]):
+    """What is in a folder, as ``os.scandir`` gives it."""
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        self._left = iter(entries)
+
+    def __next__(self) -> Any:
+        return next(self._left)
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    close = __exit__
+
 
 _lexists = os.path.lexists
+_stat = os.stat
+
+
+def _is_there(path: Any) -> bool:
+    """Whether there is a file without what a plan has written."""
+    try:
+        return bool(_stat(path))
+    except OSError:
+        return False
 
 
 def _connected(connect: Callable[..., Any], one: socket.socket, address: Any) -> Any:
