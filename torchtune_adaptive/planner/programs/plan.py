@@ -41,7 +41,7 @@ def _answer(run: ProgramRun, devices: Sequence[tuple[DeviceLimits, Pace | None]]
                     "Leave it out, and set the size in the program or by its arguments."
                 )
         answers = [_of_its_batch(steps, device, pace) for device, pace in devices]
-        return ProgramPlan(answers, None, steps.micro_batches, steps.compiles)
+        return ProgramPlan(answers, None, steps.micro_batches, steps.compiles, steps.uncounted)
     own = run.program.rows or seen.rows  # which is run in any case
     least = max(TracedRun.ROWS[0], own, -(-_TOKENS // max(1, seen.tokens - 1)) * (seen.tokens > 1))
     traced = TracedRun(steps, _ANY_LENGTH, rows=(least, least + 1), searches=False)
@@ -59,7 +59,7 @@ def _answer(run: ProgramRun, devices: Sequence[tuple[DeviceLimits, Pace | None]]
         for device, pace in devices
     ]
     answers = [traced.answer(one) for one in asked]
-    return ProgramPlan(answers, seen, steps.micro_batches, steps.compiles)
+    return ProgramPlan(answers, seen, steps.micro_batches, steps.compiles, steps.uncounted)
 
 
 def _of_its_batch(steps: StepsOfProgram, device: DeviceLimits, pace: Pace | None) -> Answer:
@@ -95,6 +95,10 @@ class StepsOfProgram:
     @property
     def compiles(self) -> bool:
         return self._tracer.any.ran.compiles
+
+    @property
+    def uncounted(self) -> frozenset[str]:
+        return self._tracer.any.ran.uncounted
 
     @property
     def micro_batches(self) -> int:
