@@ -74,7 +74,7 @@ def test_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert said.startswith("batch of 8: FITS, peak 74 MiB (+-3%) of")
     for text in (
-        f"{path} on rtx-4090-24gb",
+        f"{path} on rtx4090-24gb",
         "tokens/s per GPU",
         "1M tokens take",
         "On other devices (tokens/s per GPU):",

@@ -222,6 +222,11 @@ def _about(program: programs.Program, plan: programs.ProgramPlan) -> list[str]:
         lines.append(f"rows: {row}; all rows of a batch are like it")
     if plan.compiles:
         lines.append("compile: planned as if nothing were compiled, which takes more (upper bound)")
+    if plan.uncounted:
+        names = ", ".join(sorted(plan.uncounted))
+        lines.append(
+            f"speed: without the products of {names}, whose time is not known (upper bound)"
+        )
     lines += [f"assumed: {place} is {value}" for place, value in program.assumed.items()]
     return lines
 

@@ -23,7 +23,12 @@ from torchtune_adaptive.planner.programs.known import (
     note,
     values_of,
 )
-from torchtune_adaptive.planner.programs.private import device_of, have_parts_of_cuda, let_see
+from torchtune_adaptive.planner.programs.private import (
+    calls_are_seen,
+    device_of,
+    have_parts_of_cuda,
+    let_see,
+)
 from torchtune_adaptive.planner.programs.unknown import Assumed, UnknownNumber
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.recorder import Recorder
@@ -149,7 +154,8 @@ def _seen(tensor: FakeTensor) -> torch.device:
         # Not the frame itself, which would hold itself, and all its callers hold, until cycles are collected.
         caller = inspect.currentframe().f_back  # type: ignore[union-attr]
         asks = f"{caller.f_globals.get('__name__', '')}."  # type: ignore[union-attr]
-        if not asks.startswith(("torch.", "torchtune_adaptive.planner.")):
+        inside = asks.startswith(("torch.", "torchtune_adaptive.planner."))
+        if not inside and calls_are_seen():  # by ``Face``, which takes it for the fake one
             return _CUDA
     return device
 

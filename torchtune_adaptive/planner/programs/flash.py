@@ -53,7 +53,7 @@ class _Attention(torch.autograd.Function):
     """Attention, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, how: _How, *packed: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, how: _How, *packed: torch.Tensor) -> Any:
         size = packed[0].shape[-1]
         packed = tuple(_padded(one) for one in packed)
         query, key, value = how.parts(*packed)
@@ -69,7 +69,7 @@ class _Attention(torch.autograd.Function):
         return out[..., :size], log_sum
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
         *packed, out, log_sum, _ = ctx.saved_tensors
         gradients = [torch.empty_like(one) for one in packed]
         size, gradient = gradient.shape[-1], _padded(gradient)
@@ -132,8 +132,8 @@ def _ran(  # type: ignore[no-untyped-def]
 
 @cache
 def _pairs(queries: int, keys: int, left: int, right: int) -> int:
-    """How many pairs of a query and a key there are that it sees: those up to so many on both sides, of all if
-    it is negative. The last query and the last key are at the same place."""
+    """The number of pairs of a query and a key that it sees: of those up to so many on both sides, or of all
+    if that is negative. The last query and the last key are at the same place."""
     left, right = (side if side >= 0 else queries + keys for side in (left, right))
     places = range(keys - queries, keys)
     return sum(max(0, min(keys, at + right + 1) - max(0, at - left)) for at in places)

@@ -1,18 +1,21 @@
-"""Kernels that a program launches by itself: nothing is computed, but what they read and write is seen.
+"""Kernels that a program launches by Triton: nothing is computed, but what they read and write is seen.
 
-Triton's are launched from Python, with tensors that are allocated before. Where Triton is not installed, as
-beside a torch for CPUs, a stand-in lets a program take the branch that it takes on a GPU.
+They are launched from Python, with tensors that are allocated before. What tunes them runs, with memory of
+its own. Where Triton is not installed, as beside a torch for CPUs, a stand-in lets a program take the branch
+that it takes on a GPU.
 """
 
 from __future__ import annotations
 
+from functools import cache, partial
+from inspect import isfunction
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from torchtune_adaptive.planner.memory.gpus import Gpu
-from torchtune_adaptive.planner.programs import flash
+from torchtune_adaptive.planner.programs import flash, registered
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import forget
 from torchtune_adaptive.planner.programs.stand_ins import StandIn
@@ -25,70 +28,113 @@ _VERSION = "3.7.1"
 def follow(imports: WhenImported, gpu: Gpu) -> None:
     """Let Triton's kernels only be seen from now on."""
     flash.follow(imports)
+    put(torch.library, "triton_op", _operation)
+    put(torch.library, "wrap_triton", lambda kernel: kernel)
     if StandIn(_TRITON, _VERSION, _module).follow():
         return
     imports.call("triton.runtime.jit", _of_jit)
-    imports.call("triton.runtime.autotuner", _of_autotuner)
     imports.call("triton.runtime.driver", lambda driver: _of_driver(driver, gpu))
 
 
-def launched(name: str, *arguments: Any) -> None:
-    """A kernel is launched with arguments."""
+def uncounted() -> frozenset[str]:
+    """The kernels launched in steps whose matrix products nobody has counted."""
+    return frozenset(_multiplying)
+
+
+_multiplying: set[str] = set()
+
+
+def _launched(function: Any, *arguments: Any) -> None:
+    """A kernel, which a function describes, is launched with arguments."""
     tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
     for tensor in tensors:
         forget(tensor)
-    fake_device.ran(name, tensors, ())
+    if _multiplies(function):
+        _multiplying.add(function.__name__)
+    fake_device.ran(function.__name__, tensors, ())
+
+
+@cache
+def _multiplies(function: Any) -> bool:
+    """Whether a kernel, or one that it calls, multiplies matrices."""
+    names = function.__code__.co_names
+    called = (getattr(function.__globals__.get(name), "fn", None) for name in names)
+    return "dot" in names or any(_multiplies(one) for one in called if isfunction(one))
+
+
+def _operation(name: str, function: Any = None, /, **options: Any) -> Any:
+    """An operation that launches kernels of Triton's: what it does is seen."""
+    if function is None:
+        return partial(_operation, name, **options)
+    registered.replace(name, function)
+    return torch.library.custom_op(name, function, **options)
 
 
 def _of_jit(jit: Any) -> None:
-    put(jit.JITFunction, "run", _run)
+    def run(kernel: Any, *arguments: Any, warmup: bool = False, **options: Any) -> None:
+        if not warmup:
+            _launched(kernel.fn, *arguments, *options.values())
+
+    put(jit.JITFunction, "run", run)
 
 
-def _of_autotuner(autotuner: Any) -> None:
-    put(autotuner.Autotuner, "run", _run)
-
-
-def _run(kernel: Any, *arguments: Any, **options: Any) -> None:
-    launched(str(getattr(kernel, "__name__", _TRITON)), *arguments, *options.values())
-
-
-def _of_driver(driver: Any, gpu: Gpu) -> None:
-    major, minor = gpu.capability
-    target = SimpleNamespace(backend="cuda", arch=10 * major + minor, warp_size=32)
-    properties = {"multiprocessor_count": 132, "max_shared_mem": 232448, "warpSize": 32}
-    active = {
-        "get_current_device": lambda: 0,
-        "get_current_stream": lambda *_: 0,
-        "get_current_target": lambda: target,
-        "get_active_torch_device": lambda: torch.device("cuda", 0),
-        "utils": SimpleNamespace(get_device_properties=lambda *_: properties),
+def _of_driver(module: Any, gpu: Gpu) -> None:
+    """Let Triton have its driver for CUDA, without the library that it asks about the device."""
+    kind = module.backends["nvidia"].driver
+    driver = kind.__new__(kind)
+    super(kind, driver).__init__()
+    properties = {
+        "multiprocessor_count": torch.cuda.get_device_properties(0).multi_processor_count,
+        "max_shared_mem": _SHARED.get(gpu.capability, 101376),
+        "warpSize": 32,
     }
-    held = getattr(driver, "driver", driver)
-    held.set_active(SimpleNamespace(**active))
+    driver.utils = SimpleNamespace(get_device_properties=lambda *_: properties)
+    module.driver.set_active(driver)
+
+
+_SHARED = {(7, 0): 98304, (7, 5): 65536, (8, 0): 166912, (9, 0): 232448, (10, 0): 232448}
+"""Bytes that threads of a block can share, by the capability, where it is not what most have."""
 
 
 class _Anything:
-    """Whatever a program that defines a kernel asks of Triton; called as one, it launches it."""
+    """Whatever a program asks of Triton as it defines a kernel; as a decorator it gives the kernel."""
 
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(name)
+        return _Anything()
+
+    def __call__(self, *arguments: Any, **__: Any) -> Any:
+        described = arguments[0] if arguments else None
+        if isinstance(described, _Kernel):
+            return described
+        return _Kernel(described) if isfunction(described) else self
+
+    def __or__(self, _: Any) -> Any:  # in what is said about types
+        return self
+
+    __ror__ = __or__
+
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        return (object,)
+
+
+class _Kernel(_Anything):
+    """A kernel of a program's."""
+
+    def __init__(self, function: Any) -> None:
+        self.fn, self.__name__ = function, function.__name__
 
     def __getitem__(self, grid: Any) -> Any:
         return self
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if len(arguments) == 1 and callable(arguments[0]) and not options:  # a decorator
-            return _Anything(getattr(arguments[0], "__name__", self.__name__))
-        launched(self.__name__, *arguments, *options.values())
-        return self
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        _launched(self.fn, *arguments, *options.values())
 
-    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
-        return (object,)
+    def run(self, *arguments: Any, **options: Any) -> None:
+        self(*arguments, **options)
 
 
 class _Module(ModuleType):
@@ -97,7 +143,9 @@ class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(name)
+        if name in ("JITFunction", "Autotuner", "Heuristics"):
+            return _Kernel
+        return _Anything if name[0].isupper() else _Anything()
 
 
 def _module(name: str) -> ModuleType:

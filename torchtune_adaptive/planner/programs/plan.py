@@ -41,7 +41,9 @@ def _answer(run: ProgramRun, devices: Devices) -> ProgramPlan:
                     "Leave it out, and set the size in the program or by its arguments."
                 )
         answers = [_of_its_batch(steps, device, pace) for device, pace in given]
-        return ProgramPlan(answers, ranks, None, steps.micro_batches, steps.compiles)
+        return ProgramPlan(
+            answers, ranks, None, steps.micro_batches, steps.compiles, steps.uncounted
+        )
     own = run.program.rows or seen.rows  # which is run in any case
     least = max(TracedRun.ROWS[0], own, -(-_TOKENS // max(1, seen.tokens - 1)) * (seen.tokens > 1))
     traced = TracedRun(steps, _ANY_LENGTH, rows=(least, least + 1), searches=False)
@@ -59,7 +61,7 @@ def _answer(run: ProgramRun, devices: Devices) -> ProgramPlan:
         for device, pace in given
     ]
     answers = [traced.answer(one) for one in asked]
-    return ProgramPlan(answers, ranks, seen, steps.micro_batches, steps.compiles)
+    return ProgramPlan(answers, ranks, seen, steps.micro_batches, steps.compiles, steps.uncounted)
 
 
 def _of_its_batch(steps: StepsOfProgram, device: DeviceLimits, pace: Pace | None) -> Answer:
@@ -95,6 +97,10 @@ class StepsOfProgram:
     @property
     def compiles(self) -> bool:
         return self._tracer.any.ran.compiles
+
+    @property
+    def uncounted(self) -> frozenset[str]:
+        return self._tracer.any.ran.uncounted
 
     @property
     def micro_batches(self) -> int:

@@ -32,6 +32,12 @@ def let_see(device: Callable[[FakeTensor], torch.device]) -> None:
     FakeTensor.device = property(device, _device.fset)  # type: ignore[assignment, method-assign]
 
 
+def calls_are_seen() -> bool:
+    """Whether a mode sees calls of torch. None does within one of them, as where an operation of another
+    library makes a result that is fake."""
+    return torch._C._len_torch_function_stack() > 0
+
+
 def kernels_of(key: str) -> list[str]:
     """The names of the operations that have a kernel for a dispatch key."""
     return torch._C._dispatch_get_registrations_for_dispatch_key(key)

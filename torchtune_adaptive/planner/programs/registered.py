@@ -50,7 +50,7 @@ def kernel_of(name: str, overload: str) -> Callable[..., Any] | None:
 
 def replace(name: str, kernel: Callable[..., Any]) -> None:
     """Let an operation have another kernel."""
-    _kernels[name]["cuda"] = kernel
+    _kernels.setdefault(name, {})["cuda"] = kernel
 
 
 def launched(name: str, *arguments: Any) -> int:

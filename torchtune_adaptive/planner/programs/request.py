@@ -57,6 +57,8 @@ class ProgramPlan(NamedTuple):
     """Their number in a step."""
     compiles: bool
     """Whether it compiles something, which is planned as if it did not."""
+    uncounted: frozenset[str] = frozenset()
+    """Kernels of its own that multiply matrices, of whose time only that of reading and writing is known."""
 
 
 Devices = Callable[[int], Sequence[tuple[DeviceLimits, Pace | None]]]

@@ -64,6 +64,7 @@ class Ran(NamedTuple):
     shortening: Shortening
     seen: Seen | None
     compiles: bool
+    uncounted: frozenset[str]
 
 
 class _Done(BaseException):
@@ -244,7 +245,8 @@ class ProgramRun:
         except NotRegular as reason:
             self._leave(NoPrediction(f"{self.program.name}: {reason}, so its steps do not repeat."))
         assert self._own is not None
-        self._leave(Ran(start_up, step, self._own[1], self._loader.seen, self._compiles))
+        how = self._loader.seen, self._compiles, kernels.uncounted()
+        self._leave(Ran(start_up, step, self._own[1], *how))
 
     def _leave(self, found: Ran | Exception) -> NoReturn:
         assert self._own is not None

@@ -17,7 +17,7 @@ from typing import Any
 
 
 class StandIn(DistributionFinder, MetaPathFinder, Loader):
-    """Finds a package, of which ``module`` makes modules by their names; None where there is no such module."""
+    """Finds a package, of which ``module`` makes modules by their names, or None where there is no such."""
 
     def __init__(
         self, package: str, version: str, module: Callable[[str], ModuleType | None]
@@ -45,9 +45,9 @@ class StandIn(DistributionFinder, MetaPathFinder, Loader):
         vars(module).setdefault("__version__", self._version)
 
     def find_distributions(
-        self, context: DistributionFinder.Context = DistributionFinder.Context()
+        self, context: DistributionFinder.Context | None = None
     ) -> Iterator[Distribution]:
-        asked = context.name
+        asked = None if context is None else context.name
         if asked is None or asked.lower().replace("-", "_") == self._package:
             yield _Installed(self._package, self._version)
 

@@ -79,6 +79,10 @@ class FakeEvent:
     def query(self) -> bool:
         return True
 
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """Milliseconds between two events; nothing takes time."""
+        return 1.0
+
 
 class FakeStream:
     """A stream with nothing but a number, by which the allocator tells its memory from other streams'."""
