@@ -191,8 +191,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     memory = amount_of_memory("--memory", arguments.memory) if arguments.memory else None
     gpu, nodes, machine = machine_told(arguments)
     if arguments.program:
-        _, gpu = _gpus(arguments.nproc, gpu, nodes)
-        return EXIT_STATUS[plan_of_program(arguments, gpu, memory, machine)]
+        ranks, gpu = _gpus(arguments.nproc, gpu, nodes)
+        return EXIT_STATUS[plan_of_program(arguments, ranks, gpu, memory, machine)]
     file = _trainer_file(arguments)
     ranks, gpu = _gpus(arguments.nproc, gpu, nodes, file.ranks if file else None)
     if arguments.seq_len is not None and arguments.seq_len < 2:

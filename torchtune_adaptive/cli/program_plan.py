@@ -45,30 +45,12 @@ _HEADROOM = 0.05
 _LONGEST = 600.0
 """Seconds that a program may take."""
 _WITH_VALUE = (
-    *(
-        "--gpu",
-        "--memory",
-        "--rows",
-        "--max-length",
-        "--assume",
-        "--compare",
-        "--tokens",
-        "--price",
-    ),
-    *("--power", "--links", "--network"),
+    *("--gpu", "--nproc", "--nodes", "--memory", "--rows", "--max-length", "--assume", "--compare"),
+    *("--tokens", "--price", "--power", "--links", "--network"),
 )
 _ALONE = ("--json", "--markdown", "--no-what-ifs", "--show-output")
 """Options of ``plan`` that may stand among those of the program."""
-_NOT_FOR_PROGRAMS = (
-    "html",
-    "fastest",
-    "may_change",
-    "hf",
-    "trainer",
-    "method",
-    "accelerate",
-    "nproc",
-)
+_NOT_FOR_PROGRAMS = ("html", "fastest", "may_change", "hf", "trainer", "method", "accelerate")
 
 
 class Split(NamedTuple):
@@ -117,7 +99,11 @@ def _begin(words: Sequence[str]) -> int | None:
 
 
 def plan_of_program(
-    arguments: argparse.Namespace, gpu: str | None, memory: int | None, machine: Machine
+    arguments: argparse.Namespace,
+    ranks: int,
+    gpu: str | None,
+    memory: int | None,
+    machine: Machine,
 ) -> str:
     """Print a prediction of what a program trains; returns its verdict.
 
@@ -137,35 +123,36 @@ def plan_of_program(
     names = names_in(arguments.compare)
     others = [gpus.gpu(name, "--compare") for name in names]
     asked_job = job(arguments.tokens, arguments.price, kind.name, names)
-    device, assumptions = planned_gpu(kind, 1, _HEADROOM, memory)
+    device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
     program = programs.Program(
         words=words,
         gpu=kind,
+        ranks=ranks,
         rows=arguments.rows,
         length=arguments.seq_len,
         assumed=_assumed(arguments.assume or ()),
         shows=arguments.show_output,
     )
     is_named = gpu is not None or memory is None
-    asked = [(device, _pace(kind, machine) if is_named else None)]
+    asked = [(device, _pace(kind, ranks, machine) if is_named else None)]
     alike = [one for one in others if one.capability == kind.capability]
-    asked += [_question(one, machine, kind) for one in alike]
+    asked += [_question(one, ranks, machine, kind) for one in alike]
     plan = _planned(program, asked)
     found = dict(zip((one.name for one in alike), plan.answers[1:], strict=True))
     for one in others:
         if one.name not in found:  # a program may take other branches there
             apart = replace(program, gpu=one, rows=plan.answers[0].peak.rows if plan.seen else None)
-            found[one.name] = _planned(apart, [_question(one, machine, kind)]).answers[0]
+            found[one.name] = _planned(apart, [_question(one, ranks, machine, kind)]).answers[0]
     compared = [DeviceAnswer.of(found[one.name]) for one in others]
     answer = plan.answers[0]
     asked_job = replace(asked_job, unit=_unit(plan))
     about = (*_about(program, plan), *assumptions)
     if arguments.json:
-        _print_json(answer, plan, about, compared, asked_job)
+        _print_json(answer, plan, ranks, about, compared, asked_job)
         return answer.verdict
     blocks = _blocks(answer, plan, program, asked_job)
     if compared:
-        blocks.append(compare_table(compared, 1, asked_job))
+        blocks.append(compare_table(compared, ranks, asked_job))
     print(arguments.render([*blocks, Listing("What is planned", about)]), end="")
     return answer.verdict
 
@@ -184,16 +171,16 @@ def _unit(plan: programs.ProgramPlan) -> str:
 
 
 def _question(
-    kind: gpus.Gpu, machine: Machine, planned: gpus.Gpu
+    kind: gpus.Gpu, ranks: int, machine: Machine, planned: gpus.Gpu
 ) -> tuple[DeviceLimits, Pace | None]:
-    device, _ = planned_gpu(kind, 1, _HEADROOM)
-    return device, _pace(kind, machine if kind == planned else machine.for_other_gpus)
+    device, _ = planned_gpu(kind, ranks, _HEADROOM)
+    return device, _pace(kind, ranks, machine if kind == planned else machine.for_other_gpus)
 
 
-def _pace(kind: gpus.Gpu, machine: Machine) -> Pace | None:
+def _pace(kind: gpus.Gpu, ranks: int, machine: Machine) -> Pace | None:
     """What the speed on a GPU follows from, if that is known."""
     speeds = machine.speeds(kind.name)
-    return Pace(speeds, 1, compiled=False, quantized=False, dtype="") if speeds else None
+    return Pace(speeds, ranks, compiled=False, quantized=False, dtype="") if speeds else None
 
 
 def _assumed(given: Sequence[str]) -> dict[str, Any]:
@@ -233,6 +220,7 @@ def _blocks(
     answer: Answer, plan: programs.ProgramPlan, program: programs.Program, asked_job: Job
 ) -> list[Block]:
     peak, device = answer.peak, answer.device
+    each = f"each of {program.ranks} x " if program.ranks > 1 else ""
     size = f"batch of {peak.rows}" if plan.seen else "its batch"
     largest = ""
     if plan.seen:
@@ -241,7 +229,7 @@ def _blocks(
     batches = f" x {plan.micro_batches} in a step" if plan.micro_batches > 1 else ""
     lines = [
         f"{size}{batches}: {answer.verdict}, peak {peak_of(device, peak.reserved)}.{largest}",
-        f"{program.name} on {device.name}",
+        f"{program.name} on {each}{device.name}",
     ]
     if peak.with_retries:
         lines.append(caution_of_retries(f"with {peak.rows}"))
@@ -253,13 +241,16 @@ def _blocks(
     header = ("peak memory", f"at {peak.rows}" if plan.seen else "")
     blocks: list[Block] = [Paragraph(lines, important=True), Table("", header, rows, right={1})]
     if answer.speed:
-        blocks += speed_blocks(answer.speed, peak.rows, 1, asked_job, answer.fits, "a batch of")
+        blocks += speed_blocks(
+            answer.speed, peak.rows, program.ranks, asked_job, answer.fits, "a batch of"
+        )
     return blocks
 
 
 def _print_json(
     answer: Answer,
     plan: programs.ProgramPlan,
+    ranks: int,
     about: Sequence[str],
     compared: Sequence[DeviceAnswer],
     asked_job: Job,
@@ -267,13 +258,14 @@ def _print_json(
     fits = answer.verdict != DOES_NOT_FIT
     found = {
         "verdict": answer.verdict,
+        "ranks": ranks,
         "rows": answer.peak.rows,
         "largest": answer.largest,
         "device": asdict(answer.device),
         "peak": asdict(answer.peak),
         "micro_batches": plan.micro_batches,
         "tokens_in_a_row": plan.seen.tokens if plan.seen else None,
-        **speed_as_dict(answer.speed, 1, asked_job, fits),
+        **speed_as_dict(answer.speed, ranks, asked_job, fits),
         "speed": asdict(answer.speed) if answer.speed else None,
         "compared": [asdict(one) for one in compared],
         "assumptions": [*about],

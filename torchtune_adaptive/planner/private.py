@@ -23,7 +23,12 @@ from torch._ops import OpOverload
 # Fake tensors have shapes and storages, but no memory; dispatch modes see each operation.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import (  # whatever a program gets by their names
+    _resolve_process_group,
+    destroy_process_group,
+    get_backend,
+    init_process_group,
+)
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -55,10 +60,10 @@ def join_fake_group(backend: str, devices: list[str], rank: int, ranks: int) -> 
             backend, fake_pg._create_fake_pg, extended_api=True, devices=devices
         )
     if dist.is_initialized():
-        if (dist.get_backend(), dist.get_rank(), dist.get_world_size()) == (backend, rank, ranks):
+        if (get_backend(), dist.get_rank(), dist.get_world_size()) == (backend, rank, ranks):
             return
-        dist.destroy_process_group()
-    dist.init_process_group(backend, rank=rank, world_size=ranks, store=fake_pg.FakeStore())
+        destroy_process_group()
+    init_process_group(backend, rank=rank, world_size=ranks, store=fake_pg.FakeStore())
 
 
 def schema_of(operation: Any) -> Any:

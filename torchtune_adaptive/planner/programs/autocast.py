@@ -15,7 +15,7 @@ import torch
 
 from torchtune_adaptive.planner.private import FakeTensor, schema_of, tree_map_only
 from torchtune_adaptive.planner.programs.imports import put
-from torchtune_adaptive.planner.programs.private import device_of, kernels_of, without
+from torchtune_adaptive.planner.programs.private import device_of, is_view, kernels_of, without
 from torchtune_adaptive.planner.trace import fake_device
 
 _KEY = "AutocastPrivateUse1"
@@ -44,8 +44,13 @@ class _Casts:
     def to(self, dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
         if not _is_eligible(tensor) or tensor.dtype == dtype:
             return tensor
-        kept = tensor.requires_grad and tensor.is_leaf and dtype != torch.float32
-        if not kept or tensor.dtype != torch.float32 or not torch.is_autocast_cache_enabled():
+        kept = tensor.requires_grad and tensor.is_leaf and not is_view(tensor)
+        if (
+            not kept
+            or dtype == torch.float32
+            or tensor.dtype != torch.float32
+            or not torch.is_autocast_cache_enabled()
+        ):
             return tensor.to(dtype)
         if id(tensor) not in self._kept:
             self._kept[id(tensor)] = tensor.to(dtype)

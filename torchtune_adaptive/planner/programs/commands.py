@@ -39,7 +39,11 @@ def execute(words: Sequence[str]) -> None:
     if head == "-m":
         head, sys.argv = words[1], [*words[1:]]
         spec = find_spec(head)
-        if spec is not None and spec.submodule_search_locations and not find_spec(f"{head}.__main__"):
+        if (
+            spec is not None
+            and spec.submodule_search_locations
+            and not find_spec(f"{head}.__main__")
+        ):
             found = command(head)  # a package that Python cannot run
     if found is not None:
         sys.exit(found.load()())
@@ -58,7 +62,9 @@ def follow(imports: WhenImported) -> None:
     imports.call("torch.distributed.launcher.api", _of_launcher)
 
 
-def _begun(_: Any, args: Any, *others: Any, env: Any = None, cwd: Any = None, **__: Any) -> NoReturn:
+def _begun(
+    _: Any, args: Any, *others: Any, env: Any = None, cwd: Any = None, **__: Any
+) -> NoReturn:
     words = [args] if isinstance(args, (str, bytes, os.PathLike)) else [*args]
     program = _program([os.fsdecode(word) for word in words])
     if not program:

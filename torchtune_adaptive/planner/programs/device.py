@@ -9,12 +9,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from torchtune_adaptive.planner.memory.gpus import Gpu
 from torchtune_adaptive.planner.private import FakeTensor
 from torchtune_adaptive.planner.programs.imports import put
-from torchtune_adaptive.planner.programs.known import ProgramWatch, is_cuda, is_ours, values_of
+from torchtune_adaptive.planner.programs.known import (
+    ProgramWatch,
+    is_cuda,
+    is_ours,
+    note,
+    values_of,
+)
 from torchtune_adaptive.planner.programs.private import device_of, have_parts_of_cuda, let_see
 from torchtune_adaptive.planner.programs.unknown import Assumed, UnknownNumber
 from torchtune_adaptive.planner.trace import fake_device
@@ -23,6 +31,7 @@ from torchtune_adaptive.planner.trace.recorder import Recorder
 _CUDA = torch.device("cuda", 0)
 _CUDA_VERSION = "12.8"
 _Tensor = torch.Tensor
+_PUT_DATA = _Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 """Functions that make a tensor of numbers, which are on the host."""
 
@@ -51,6 +60,8 @@ class Face(TorchFunctionMode):
             _Tensor.cuda: lambda tensor, *_, **__: tensor.to(_CUDA),
             _Tensor.pin_memory: lambda tensor, *_: tensor,
             _Tensor.is_cuda.__get__: lambda tensor: is_on_device(tensor),  # type: ignore
+            _PUT_DATA: _put_data,
+            _Tensor.data_ptr: lambda tensor: id(tensor.untyped_storage()),
             _Tensor.get_device: lambda tensor: 0 if is_on_device(tensor) else -1,
             **{one: self._finite(one, False) for one in (torch.isnan, torch.isinf)},
             **{one: self._finite(one, False) for one in (_Tensor.isnan, _Tensor.isinf)},
@@ -59,7 +70,8 @@ class Face(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
-        if (instead := self._instead.get(func)) and args and type(args[0]) is FakeTensor:
+        instead = self._instead.get(func)
+        if instead and any(isinstance(one, FakeTensor) for one in args[:2]):
             return instead(*args, **kwargs)
         if func in (_Tensor.cuda, _Tensor.pin_memory):
             return self._instead[func](*args, **kwargs)
@@ -104,15 +116,30 @@ class Face(TorchFunctionMode):
 
         def answer(tensor: torch.Tensor) -> torch.Tensor:
             result = func(tensor)
-            self._watch.note(result, torch.full(result.shape, known, dtype=torch.bool))
+            note(result, torch.full(result.shape, known, dtype=torch.bool))
             return result
 
         return answer
 
 
+def _put_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a tensor have the data of another one, which may be on another device."""
+    if type(tensor) is type(value) and device_of(tensor) == device_of(value):  # type: ignore[arg-type]
+        _PUT_DATA(tensor, value)
+        return
+    value = value.detach().requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, tensor.requires_grad)
+    others = {name: one for name, one in vars(tensor).items() if name not in vars(value)}
+    torch.utils.swap_tensors(tensor, value)
+    vars(tensor).update(others)
+
+
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on the fake device."""
-    return type(tensor) is FakeTensor and device_of(tensor).type == fake_device.NAME
+    """Whether a tensor, or what it is made of, is on the fake device."""
+    if isinstance(tensor, FakeTensor):
+        return device_of(tensor).type == fake_device.NAME
+    return isinstance(tensor, DTensor) and is_on_device(tensor.to_local())
 
 
 def _seen(tensor: FakeTensor) -> torch.device:

@@ -47,7 +47,11 @@ def _of_there(read: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def of_there(file: Any, *arguments: Any, **options: Any) -> Any:
-        if isinstance(file, (str, os.PathLike)) and os.path.isfile(file) and not os.path.getsize(file):
+        if (
+            isinstance(file, (str, os.PathLike))
+            and os.path.isfile(file)
+            and not os.path.getsize(file)
+        ):
             raise NoPrediction(
                 f"{os.path.basename(file)}: a plan downloads no weights, and the program reads this file of "
                 "them. Download it before, or make the model by from_pretrained, which needs its config only."

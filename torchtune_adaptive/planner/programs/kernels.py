@@ -6,18 +6,16 @@ beside a torch for CPUs, a stand-in lets a program take the branch that it takes
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from torchtune_adaptive.planner.memory.gpus import Gpu
+from torchtune_adaptive.planner.programs import flash
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import forget
+from torchtune_adaptive.planner.programs.stand_ins import StandIn
 from torchtune_adaptive.planner.trace import fake_device
 
 _TRITON = "triton"
@@ -26,8 +24,8 @@ _VERSION = "3.7.1"
 
 def follow(imports: WhenImported, gpu: Gpu) -> None:
     """Let Triton's kernels only be seen from now on."""
-    if PathFinder.find_spec(_TRITON) is None:
-        sys.meta_path.insert(0, _Finder())
+    flash.follow(imports)
+    if StandIn(_TRITON, _VERSION, _module).follow():
         return
     imports.call("triton.runtime.jit", _of_jit)
     imports.call("triton.runtime.autotuner", _of_autotuner)
@@ -93,7 +91,7 @@ class _Anything:
         return (object,)
 
 
-class _StandIn(ModuleType):
+class _Module(ModuleType):
     """A module of Triton."""
 
     def __getattr__(self, name: str) -> Any:
@@ -102,20 +100,10 @@ class _StandIn(ModuleType):
         return _Anything(name)
 
 
-class _Finder(MetaPathFinder, Loader):
-    """Finds Triton where it is not installed."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str | bytes] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name.partition(".")[0] != _TRITON:
-            return None
-        return ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _StandIn(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__version__ = _VERSION  # type: ignore[attr-defined]
-        module.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
-        module.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()  # type: ignore[attr-defined]
+def _module(name: str) -> ModuleType:
+    made = _Module(name)
+    vars(made).update(
+        cdiv=lambda a, b: -(-a // b),
+        next_power_of_2=lambda n: 1 << (n - 1).bit_length(),
+    )
+    return made

@@ -20,6 +20,7 @@ from torchtune_adaptive.planner.private import (
     schema_of,
     tree_map_only,
 )
+from torchtune_adaptive.planner.programs import registered
 from torchtune_adaptive.planner.programs.unknown import Assumed
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
@@ -39,6 +40,9 @@ _INDEXED = {
     _aten.index_put_.default,
     _aten._unsafe_index.Tensor,
 }
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 
 
 class _Known:
@@ -62,6 +66,13 @@ class _Facts(NamedTuple):
     values_decide: bool
     """Whether values decide the shape of the result, or are the result."""
     like: int | None
+    kernel: Any
+    """What a library has for it, in Python."""
+
+    def forget(self, args: Any, kwargs: Any) -> None:
+        """Forget the values of arguments that are changed."""
+        for at, name in self.writes:
+            forget(kwargs.get(name, args[at] if at < len(args) else None))
 
 
 class ProgramWatch(Watch):
@@ -74,14 +85,18 @@ class ProgramWatch(Watch):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
+        if not _PLAIN.issuperset(types):
+            return NotImplemented  # a sharded tensor, say: its plain parts come next
         if is_cuda(kwargs.get("device")):  # of a function of torch that asks for a tensor's device
             kwargs["device"] = fake_device.device()
-        if FakeTensor not in types and not is_ours(kwargs.get("device")):
+        if not (FakeTensor in types or any(map(_is_fake, types)) or is_ours(kwargs.get("device"))):
             return func(*args, **kwargs)
         facts = self._known_facts.get(func)
         if facts is None:
             facts = self._known_facts[func] = _facts(func)
-        if func is _TO and type(args[0]) is not FakeTensor:
+        if facts.kernel is not None:
+            return self._launched(facts, args, kwargs)
+        if func is _TO and not isinstance(args[0], FakeTensor):
             return self._from_host(*args, **kwargs)
         if func in _INDEXED:
             args = self._with_numbers(args)
@@ -98,10 +113,15 @@ class ProgramWatch(Watch):
             self._note(result, given, func)
         elif facts.like is not None and _is_small(result):
             result.known = _Known(torch.full(result.shape, facts.like, dtype=result.dtype))
-        elif facts.writes:
-            for at, name in facts.writes:
-                forget(kwargs.get(name, args[at] if at < len(args) else None))
+        else:
+            facts.forget(args, kwargs)
         return result
+
+    def _launched(self, facts: _Facts, args: Any, kwargs: Any) -> Any:
+        """The result of an operation of a library's own: its kernel is in Python, and what that does is seen."""
+        facts.forget(args, kwargs)
+        with self:
+            return facts.kernel(*args, **kwargs)
 
     def value(self, tensor: torch.Tensor, what: str = "the value of a tensor") -> Any:
         """The value of a tensor of one element, which is known or assumed.
@@ -114,10 +134,6 @@ class ProgramWatch(Watch):
 
     def read(self, tensor: torch.Tensor) -> Any:
         return self.value(tensor)
-
-    def note(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Note the values of a tensor."""
-        tensor.known = _Known(values)  # type: ignore[attr-defined]
 
     def _given(self, args: Any, kwargs: Any) -> _Given | None:
         """Arguments with values; None if some are not known."""
@@ -190,7 +206,7 @@ class ProgramWatch(Watch):
                 _aten.empty_strided.default, (), (like.shape, like.stride()), layout
             )
         if values is not None:
-            self.note(made, values)
+            note(made, values)
         return made
 
 
@@ -201,14 +217,23 @@ def is_cuda(device: Any) -> bool:
     return type(device) is torch.device and device.type == "cuda"
 
 
+def _is_fake(kind: type) -> bool:
+    return issubclass(kind, FakeTensor)
+
+
 def is_ours(device: Any) -> bool:
     """Whether a device is the fake one."""
     return device is not None and torch.device(device).type == fake_device.NAME
 
 
+def note(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Note the values of a tensor on the device."""
+    tensor.known = _Known(values)  # type: ignore[attr-defined]
+
+
 def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of a tensor; None if they are not known."""
-    if type(tensor) is not FakeTensor:
+    if not isinstance(tensor, FakeTensor):
         return tensor
     known: _Known | None = getattr(tensor, "known", None)
     return None if known is None or known.lost[0] else known.values
@@ -228,7 +253,7 @@ class _Given(NamedTuple):
 
 def _with_values(value: Any, known: list[_Known]) -> Any:
     if isinstance(value, torch.Tensor):
-        if type(value) is not FakeTensor:
+        if not isinstance(value, FakeTensor):
             return value
         if values_of(value) is None:
             raise _NotKnown
@@ -256,7 +281,9 @@ def _facts(func: Any) -> _Facts:
     )
     like = _LIKE.get(name)
     decide = bool(_VALUES_DECIDE & tags) and name != "_local_scalar_dense"
-    return _Facts(writes, computable, decide, like)
+    return _Facts(
+        writes, computable, decide, like, registered.kernel_of(schema.name, schema.overload_name)
+    )
 
 
 def _is_small(result: Any) -> bool:

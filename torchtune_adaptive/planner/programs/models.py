@@ -19,6 +19,7 @@ from torchtune_adaptive.planner.programs.private import (
     of_modules,
     swap_tensors,
 )
+from torchtune_adaptive.planner.programs.quantized import Quantizer, quantizer_of
 from torchtune_adaptive.planner.programs.unknown import place_of_caller
 from torchtune_adaptive.planner.told import tell
 from torchtune_adaptive.planner.trace.step_tracer import StepTracer
@@ -65,11 +66,19 @@ class Models:
     def _of_transformers(self, modeling: Any) -> None:
         of_config = of_configs(modeling.PreTrainedModel)
 
-        def without_weights(kind: Any, config: Any, **options: Any) -> Any:
-            """A model without weights, in the host's memory as after reading these."""
+        def without_weights(
+            kind: Any, config: Any, quantizer: Quantizer | None = None, **options: Any
+        ) -> Any:
+            """A model without weights, in the host's memory as after reading these, or quantized on the
+            device."""
             tell(f"making {kind.__name__}")
             with torch.device("meta"):
                 model = of_config(kind, config, **options)
+            if quantizer is not None:
+                quantizer.replace_layers(model, options["dtype"])
+                self._shortened(model)
+                quantizer.load(model, self._tracer.device)
+                return model
             with self._tracer.fake_mode:
                 fill(model, torch.device("cpu"))
             self._shortened(model)
@@ -79,7 +88,6 @@ class Models:
             kind: Any, /, path: Any = None, *arguments: Any, config: Any = None, **options: Any
         ) -> Any:
             """What reads a model's weights, and here only its config."""
-            _refuse(options)
             if config is None or not hasattr(config, "to_dict"):
                 config, options = kind.config_class.from_pretrained(
                     config or path, return_unused_kwargs=True, **options
@@ -90,12 +98,15 @@ class Models:
             if isinstance(dtype, str):
                 dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
                 dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+            quantizer = quantizer_of(modeling, config, options)
             known = ("attn_implementation", "experts_implementation")
             how = {name: options[name] for name in known if options.get(name)}
-            model = without_weights(kind, config, dtype=dtype or torch.float32, **how)
+            dtype = dtype or torch.float32
+            model = without_weights(kind, config, quantizer, dtype=dtype, **how)
             model.config.name_or_path = model.name_or_path = str(path)
             model.eval()
-            if (where := _device_of(options.get("device_map"))) is not None:
+            where = _device_of(options.get("device_map"))
+            if where is not None and quantizer is None:
                 model.to(where)
             if options.get("output_loading_info"):
                 return model, dict.fromkeys(_LOADING_INFO, ())
@@ -114,14 +125,6 @@ def _of_generation(generation: Any) -> None:
         )
 
     put(generation.GenerationMixin, "generate", generate)
-
-
-def _refuse(options: dict[str, Any]) -> None:
-    if options.get("quantization_config") or options.get("load_in_4bit"):
-        raise NoPrediction(
-            "quantization_config: weights of 4 or 8 bits are not planned by running a program. "
-            "Plan them with --hf MODEL --method qlora, or in a trainer's file."
-        )
 
 
 def _device_of(device_map: Any) -> Any:

@@ -21,7 +21,7 @@ from torchtune_adaptive.planner.traced_run import Answer, Question, TracedRun
 _ANY_LENGTH = 1
 """Length that stands for rows as long as the program makes them."""
 _TOKENS = 4096
-"""Tokens from which on each more takes as much memory: some losses divide them into so many."""
+"""Tokens with a label from which on each more takes as much memory: some losses divide them into so many."""
 _CEILING = 1 << 14
 
 
@@ -42,13 +42,13 @@ def _answer(run: ProgramRun, devices: Sequence[tuple[DeviceLimits, Pace | None]]
                 )
         answers = [_of_its_batch(steps, device, pace) for device, pace in devices]
         return ProgramPlan(answers, None, steps.micro_batches, steps.compiles)
-    least = max(TracedRun.ROWS[0], -(-_TOKENS // seen.tokens)) if seen.tokens > 1 else 2
+    own = run.program.rows or seen.rows  # which is run in any case
+    least = max(TracedRun.ROWS[0], own, -(-_TOKENS // max(1, seen.tokens - 1)) * (seen.tokens > 1))
     traced = TracedRun(steps, _ANY_LENGTH, rows=(least, least + 1), searches=False)
-    rows = run.program.rows or seen.rows
     asked = [
         Question(
             device,
-            rows,
+            own,
             _ANY_LENGTH,
             micro_batches=steps.micro_batches,
             pace=pace,

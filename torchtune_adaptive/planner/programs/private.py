@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.utils.data._utils import fetch
 
 from torchtune_adaptive.planner.private import FakeTensor
@@ -34,6 +35,11 @@ def let_see(device: Callable[[FakeTensor], torch.device]) -> None:
 def kernels_of(key: str) -> list[str]:
     """The names of the operations that have a kernel for a dispatch key."""
     return torch._C._dispatch_get_registrations_for_dispatch_key(key)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of another one."""
+    return tensor._is_view()
 
 
 @contextmanager
@@ -67,10 +73,52 @@ def have_parts_of_cuda() -> None:
     torch._C._cuda_getCurrentRawStream = lambda *_: 0
 
 
+def let_backward_run_in(context: AbstractContextManager[Any]) -> None:
+    """Let each backward pass run in a context. A mode that sees calls of torch does not see those within one
+    of them, as whatever a program does in the backward pass is within the call that begins it."""
+    before = torch.autograd._engine_run_backward
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with context:
+            return before(*arguments, **options)
+
+    torch.autograd._engine_run_backward = run
+
+
 def swap_tensors(before: Callable[[Any, Any], None], one: Any, other: Any) -> None:
     """Swap two tensors, of which fake ones may be in a memo of their mode's, which holds no harm."""
     with mock.patch.object(weakref, "getweakrefs", return_value=[]):
         before(one, other)
+
+
+def let_subclass() -> None:
+    """Let subclasses of tensors that libraries make of plain ones, such as the weights of bitsandbytes (0.50),
+    be made of fake ones as well, and be fake."""
+    before = torch.Tensor._make_subclass
+
+    def made(kind: Any, data: Any, requires_grad: bool = False, **options: Any) -> torch.Tensor:
+        if not isinstance(data, FakeTensor):
+            return before(kind, data, requires_grad, **options)
+        tensor = data.detach()
+        tensor.__class__ = _fake_kind(kind)
+        return tensor.requires_grad_(requires_grad)
+
+    torch.Tensor._make_subclass = staticmethod(made)  # type: ignore[assignment, method-assign]
+
+
+@functools.cache
+def _fake_kind(kind: Any) -> Any:
+    if issubclass(kind, FakeTensor):
+        return kind
+    return type(kind)(kind.__name__, (kind, FakeTensor), {"detach": _detach_alike})
+
+
+def _detach_alike(tensor: Any) -> Any:
+    """A detached tensor of the same kind, as parameters that are swapped have to be."""
+    detached = torch.Tensor.detach(tensor)
+    detached.__class__ = type(tensor)
+    vars(detached).update(vars(tensor))
+    return detached
 
 
 def of_configs(kind: Any) -> Callable[..., Any]:
@@ -81,3 +129,9 @@ def of_configs(kind: Any) -> Callable[..., Any]:
 def let_make(kind: Any, of_config: Callable[..., Any]) -> None:
     """Let another function do that."""
     kind._from_config = classmethod(of_config)
+
+
+def in_buckets(parameters: Sequence[torch.Tensor], sizes: list[int]) -> list[list[int]]:
+    """The places of the parameters in each bucket of ``DistributedDataParallel``."""
+    sparse = [False] * len(parameters)
+    return dist._compute_bucket_assignment_by_size(list(parameters), sizes, sparse)[0]

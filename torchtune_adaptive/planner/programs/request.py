@@ -20,6 +20,8 @@ class Program:
     words: tuple[str, ...]
     """A script, ``-m`` and a module, or a command of an installed package; and its arguments."""
     gpu: Gpu
+    ranks: int = 1
+    """The number of GPUs, each of which is a rank of the program."""
     rows: int | None = None
     """Rows of a batch, if not the program's own."""
     length: int | None = None

@@ -6,7 +6,8 @@ with other rows or another number of layers, and end after the third step of the
 - ``surroundings`` takes what it writes, and keeps it from the network; ``hub`` from downloading weights,
 - ``commands`` launches in this process what it would in others,
 - ``device`` shows it a GPU, and ``autocast`` what that casts,
-- ``models`` makes models without weights,
+- ``models`` makes models without weights, and ``quantized`` lets these have few bits,
+- ``kernels`` and ``registered`` see the kernels that it launches,
 - ``loader`` makes its batches,
 - ``known`` records what it does on the device, and computes what follows from data; ``unknown`` is about what
   does not,
@@ -33,11 +34,20 @@ from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import NotRegular, RecordedStep
 from torchtune_adaptive.planner.private import replaced
-from torchtune_adaptive.planner.programs import autocast, commands, device, hub, kernels
+from torchtune_adaptive.planner.programs import (
+    autocast,
+    commands,
+    device,
+    hub,
+    kernels,
+    quantized,
+    ranks,
+)
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import ProgramWatch
 from torchtune_adaptive.planner.programs.loader import Loader
 from torchtune_adaptive.planner.programs.models import Models
+from torchtune_adaptive.planner.programs.private import let_backward_run_in
 from torchtune_adaptive.planner.programs.request import Program, Seen
 from torchtune_adaptive.planner.programs.steps import WANTED, Steps
 from torchtune_adaptive.planner.programs.surroundings import Surroundings
@@ -151,14 +161,17 @@ class ProgramRun:
         self._surroundings.follow(imports)
         commands.follow(imports)
         hub.follow(imports)
-        device.show(self.program.gpu, 1, recorder)
+        device.show(self.program.gpu, self.program.ranks, recorder)
+        ranks.follow(self.program.ranks, recorder)
         autocast.allow()
         kernels.follow(imports, self.program.gpu)
+        quantized.follow(imports, self._assumed)
         self._models.follow(imports)
         self._steps.follow()
         self._loader.follow()
         imports.call("transformers.masking_utils", lambda it: put(it, "is_tracing", _no))
         face = device.Face(self._tracer.watch, self._assumed)  # type: ignore[arg-type]
+        let_backward_run_in(face)
         replacements = [
             (owner, name, autocast.in_lower_type(value) if name == _ATTENTION else value)
             for owner, name, value in self._tracer.replacements()

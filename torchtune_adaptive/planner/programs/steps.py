@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 
 from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import MemoryEvent, NotRegular, RecordedStep
-from torchtune_adaptive.planner.private import FakeTensor, in_backward
+from torchtune_adaptive.planner.private import in_backward
 from torchtune_adaptive.planner.programs.device import is_on_device
 from torchtune_adaptive.planner.programs.imports import put
 from torchtune_adaptive.planner.told import tell
@@ -116,7 +116,7 @@ class Steps:
 
     def _passed(self) -> None:
         """A backward pass is over."""
-        if self._between:
+        if self._between or self._stage == _UPDATE or in_backward():  # one in another
             return
         if self._log is not None:
             self._log.next_part()
@@ -132,7 +132,7 @@ class Steps:
 
     def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._between or not any(
-            type(one) is FakeTensor for group in optimizer.param_groups for one in group["params"]
+            is_on_device(one) for group in optimizer.param_groups for one in group["params"]
         ):
             return
         self.taken += 1

@@ -6,6 +6,7 @@ import inspect
 import linecache
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,7 @@ class Assumed:
         self._values = dict(values)
         self.used: set[str] = set()
         """The places where the program has asked."""
+        self._otherwise: list[Any] = []
 
     def value(self, what: str) -> Any:
         """The value for the place in the program that asks now.
@@ -29,6 +31,8 @@ class Assumed:
         Raises:
             NoPrediction: none is given.
         """
+        if self._otherwise:
+            return self._otherwise[-1]
         frame = next(_callers(inspect.currentframe()), None)
         place = _place(frame)
         for name in (place, place.rpartition("/")[2]):
@@ -39,6 +43,15 @@ class Assumed:
             f"{place}: asks for {what}, which follows from weights that are not there"
             f"{_line(frame)}. Give it with --assume {place.rpartition('/')[2]}=VALUE."
         )
+
+    @contextmanager
+    def otherwise(self, value: Any) -> Iterator[None]:
+        """A context in which this is the value of all that nobody knows."""
+        self._otherwise.append(value)
+        try:
+            yield
+        finally:
+            self._otherwise.pop()
 
     def unused(self) -> set[str]:
         return {*self._values} - self.used

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -20,6 +20,15 @@ from torchtune_adaptive.planner.speed.operations import HOST_WAIT, RECORD, WAIT
 
 NAME = "fakegpu"
 _BACKEND = "fake_ranks"
+
+
+class Products(NamedTuple):
+    """The matrix products that a kernel of attention computes."""
+
+    flops: float
+    dtype: str
+    shape: tuple[float, ...]
+    """Heads of all rows, queries, keys, and the numbers of each."""
 
 
 class Listener(Protocol):
@@ -40,6 +49,7 @@ class Listener(Protocol):
         reads: Iterable[torch.Tensor],
         writes: Iterable[torch.Tensor],
         besides: int,
+        products: Products | None,
     ) -> None: ...
 
 
@@ -152,11 +162,12 @@ def ran(
     reads: Iterable[torch.Tensor] = (),
     writes: Iterable[torch.Tensor] = (),
     besides: int = 0,
+    products: Products | None = None,
 ) -> None:
     """Tell the listener of a kernel that is only pretended: of the tensors that it reads and writes, and of
     bytes of others."""
     if _here.listener is not None:
-        _here.listener.ran(name, reads, writes, besides)
+        _here.listener.ran(name, reads, writes, besides, products)
 
 
 @contextmanager

@@ -141,10 +141,15 @@ class OperationLog:
         reads: Iterable[torch.Tensor],
         writes: Iterable[torch.Tensor],
         besides: int,
+        products: fake_device.Products | None = None,
     ) -> None:
-        """Note a memory-bound kernel that no operation shows."""
+        """Note a kernel that no operation shows: of attention, or one that memory bounds."""
         use = _Use(self._by_block(reads), self._by_block(writes))
-        self._note_used(MEMORY, name, use, besides=besides)
+        if products is None:
+            self._note_used(MEMORY, name, use, besides=besides)
+        else:
+            flops, dtype, shape = products
+            self._note_used(ATTENTION, name, use, dtype, flops, shape, besides)
 
     def compiled(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note a compiled function that reads and writes tensors in one kernel."""

@@ -37,6 +37,7 @@ _RECORD_STREAM = _aten.record_stream.default
 _SCALAR = _aten._local_scalar_dense.default
 _EQUALS = _aten.eq.Scalar
 _PIN = _aten._pin_memory.default
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _PROFILING = (
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
@@ -184,7 +185,7 @@ class Watch(TorchDispatchMode):
         if func is _DEVICE and type(args[0]) is FakeTensor:  # a third of all calls
             return args[0].fake_device
         kwargs = kwargs or {}
-        if not all(kind in (torch.Tensor, nn.Parameter, FakeTensor) for kind in types):
+        if not all(kind in _PLAIN or issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a sharded or quantized tensor: its plain parts come next
         if func is _PIN:
             return args[0]  # host memory is not traced

@@ -1,0 +1,80 @@
+"""Plans of programs on several ranks: one is run, and what it has is what each has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.programs import PROGRAM, STEP, planned, written
+from torchtune_adaptive.common import NoPrediction
+from torchtune_adaptive.planner.programs import ProgramPlan
+
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
+
+JOINS = """
+import os
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+dist.init_process_group("nccl")
+assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 4, "nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+"""
+DDP = "model = nn.parallel.DistributedDataParallel(model, device_ids=[0])"
+FSDP = """
+mesh = init_device_mesh("cuda", {shape}, mesh_dim_names={names})
+for layer in model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+"""
+ALL = FSDP.format(shape="(4,)", names="['all']")
+HYBRID = FSDP.format(shape="(2, 2)", names="['copies', 'shards']")
+COUNTS = """
+count = (labels != -100).sum()
+dist.all_reduce(count)
+assert count.item() == 4 * labels.numel()
+found = [None] * 4
+dist.all_gather_object(found, {"rank": dist.get_rank()})
+assert found == [{"rank": 0}] * 4
+"""
+
+
+def program(folder: Path, wraps: str, step: str = STEP) -> Path:
+    begin, _, rest = PROGRAM.partition("device = torch.device")
+    rest = rest.partition("\n")[2]
+    text = begin + JOINS.replace("{", "{{").replace("}", "}}") + rest
+    return written(folder, step, wraps, text=text)
+
+
+def part(plan: ProgramPlan, name: str) -> int:
+    return plan.answers[0].peak.parts[name]
+
+
+def test_replicas_have_all_parameters_and_buckets(tmp_path: Path) -> None:
+    plan = planned(program(tmp_path, DDP, COUNTS + STEP), ranks=4)
+    alone = planned(written(tmp_path))
+    parameters = part(alone, "parameters")
+    assert part(plan, "parameters") == parameters
+    more = plan.answers[0].peak.live - alone.answers[0].peak.live
+    assert more == pytest.approx(parameters, abs=1024)  # buckets
+
+
+def test_shards_have_a_part_of_them(tmp_path: Path) -> None:
+    alone = planned(written(tmp_path))
+    for wraps, ranks in ((ALL, 4), (HYBRID, 2)):
+        plan = planned(program(tmp_path, wraps), ranks=4)
+        for name in ("parameters", "optimizer state"):
+            assert part(plan, name) == pytest.approx(part(alone, name) / ranks, rel=0.01)
+        assert plan.answers[0].peak.allocated < alone.answers[0].peak.allocated
+
+
+def test_flat_parameters_are_refused(tmp_path: Path) -> None:
+    wraps = (
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nmodel = FSDP(model)"
+    )
+    with pytest.raises(NoPrediction, match=r"FullyShardedDataParallel: .* Use FSDP2"):
+        planned(program(tmp_path, wraps), ranks=4)
