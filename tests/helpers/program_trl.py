@@ -30,7 +30,6 @@ def main(folder: str, name: str) -> None:
     import importlib
 
     import real_trainers as real
-    import trl
     from datasets import Dataset
 
     module = importlib.import_module(
@@ -39,13 +38,14 @@ def main(folder: str, name: str) -> None:
     kind, config = getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
     said = " ".join(["word"] * 60)
     talk = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
+    pair = {"prompt": said, "chosen": said, "rejected": said}
     rows: Any = {
         "SFT": {"text": said},
-        "Reward": {"chosen": said, "rejected": said},
+        "Reward": pair,
         "KTO": {"prompt": said, "completion": said, "label": True},
-        "TPO": {"prompt": said, "chosen": said, "rejected": said, "reference": said},
-        **dict.fromkeys(("DPO", "CPO", "ORPO"), {"prompt": said, "chosen": said, "rejected": said}),
-        **dict.fromkeys(("GKD", "GOLD"), {"messages": talk}),
+        "TPO": {**pair, "reference": said},
+        **{kind: pair for kind in ("DPO", "CPO", "ORPO")},
+        **{kind: {"messages": talk} for kind in ("GKD", "GOLD", "IWOPD")},
         "SDFT": {"prompt": said, "privileged_context": said},
         "SDPO": {"prompt": said, "privileged_context": said},
     }.get(name, {"prompt": said})
@@ -58,6 +58,8 @@ def main(folder: str, name: str) -> None:
     arguments: dict[str, Any] = {"per_device_train_batch_size": ROWS, "max_steps": 4}
     arguments |= {"save_strategy": "no", "report_to": "none"}
     arguments |= {key: eval(value) for key, _, value in (w.partition("=") for w in sys.argv[3:])}
+    if hasattr(config, "num_generations"):
+        arguments["num_generations"] = 2
     more: dict[str, Any] = {"teacher_model": folder} if name in WITH_TEACHER else {}
     if name in ("GRPO", "RLOO", "A2PO", "GMPO", "OnlineDPO", "SDPO"):
         more["reward_funcs"] = lambda completions, **_: [1.0] * len(completions)

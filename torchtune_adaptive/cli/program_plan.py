@@ -61,8 +61,8 @@ class Split(NamedTuple):
 
 
 def split(words: Sequence[str]) -> Split:
-    """Find the program on a command line: a script, ``-m`` and a module, or a command. All that follows is the program's
-    own, but for options of ``plan``; what follows ``--`` is so in any case."""
+    """Find the program on a command line: a script, ``-m`` and a module, or a command. All that follows is
+    the program's own, but for options of ``plan``; what follows ``--`` is so in any case."""
     words = [*words]
     explicit = "--" in words
     begin = words.index("--") + 1 if explicit else _begin(words)
