@@ -220,6 +220,10 @@ def _about(program: programs.Program, plan: programs.ProgramPlan) -> list[str]:
         elif seen.tokens > 1:
             row += f", {counted(seen.tokens, 'token')}"
         lines.append(f"rows: {row}; all rows of a batch are like it")
+        if seen.read:
+            lines.append(
+                f"data: {seen.read:,} of the {seen.there:,} rows of the dataset, the longest among them"
+            )
     if plan.compiles:
         lines.append("compile: planned as if nothing were compiled, which takes more (upper bound)")
     if plan.uncounted:

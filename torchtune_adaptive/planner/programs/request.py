@@ -44,6 +44,10 @@ class Seen(NamedTuple):
     """The tokens of a row; 1 where rows are none of tokens."""
     looked_at: int
     """The rows among which the longest was looked for."""
+    read: int = 0
+    """The rows that were read of a dataset with more; 0 if all were."""
+    there: int = 0
+    """The rows of that dataset."""
 
 
 class ProgramPlan(NamedTuple):

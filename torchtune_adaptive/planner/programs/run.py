@@ -183,7 +183,7 @@ class ProgramRun:
         quantized.follow(imports, self._assumed)
         self._models.follow(imports)
         self._steps.follow()
-        self._loader.follow()
+        self._loader.follow(imports)
         imports.call("transformers.masking_utils", lambda it: put(it, "is_tracing", _no))
         face = device.Face(self._tracer.watch, self._assumed)  # type: ignore[arg-type]
         let_backward_run_in(face)
