@@ -52,6 +52,8 @@ def _extents(values: Any) -> Any:
     if isinstance(values, pyarrow.ChunkedArray):
         values = values.combine_chunks()
     kind, count = values.type, len(values)
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _extents(values.storage)
     if types.is_struct(kind):
         return sum((_extents(one) for one in values.flatten()), numpy.zeros(count))
     if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind):
