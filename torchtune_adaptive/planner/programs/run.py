@@ -19,13 +19,9 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import pickle
-import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -43,6 +39,7 @@ from torchtune_adaptive.planner.programs import (
     quantized,
     ranks,
 )
+from torchtune_adaptive.planner.programs.forks import Asked, Fork, IsFork, forked
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import ProgramWatch
 from torchtune_adaptive.planner.programs.loader import Loader
@@ -85,13 +82,15 @@ class ProgramRun:
             watch=lambda recorder, mode: ProgramWatch(recorder, mode, self._assumed),
         )
         self._surroundings = Surroundings()
-        self._steps = Steps(self._tracer, self._finish)
+        self._steps = Steps(self._tracer, self._train, self._finish)
         self._models = Models(self._tracer, self._begin)
         self._loader = Loader(self._steps, program.rows, program.length)
         self._compiles = False
-        self._results = tempfile.mkdtemp(prefix="tune-adaptive-plan-")
-        self._own: tuple[str, Shortening] | None = None
-        """Where this process writes its result, and what shortens its models, if it is a fork."""
+        self._forks: dict[tuple[int, int, int], Fork] = {}
+        """Forks by what shortens their models."""
+        self._asked: Asked | None = None
+        """What this process is asked for, if it is a fork."""
+        self._shortening: Shortening | None = None
         self._answer: Callable[[ProgramRun], Any] | None = None
         self._found: Any = None
 
@@ -104,13 +103,17 @@ class ProgramRun:
         self._answer = answer
         os.dup2(2 if self.program.shows else os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
+        torch.set_num_threads(1)  # others would not be there in forks
         multiprocessing.set_start_method("fork", force=True)  # as programs have it by default
         try:
             self._run()
         except _Done:
             return self._found
         finally:
-            self._surroundings.close()
+            if self._asked is None:
+                for fork in self._forks.values():
+                    fork.end()
+                self._surroundings.close()
         raise NoPrediction(
             f"{self.program.name}: ended before it put a model on the GPU. Give a program that "
             "trains, with the arguments that it needs."
@@ -136,38 +139,46 @@ class ProgramRun:
         Raises:
             NoPrediction: it ended without one.
         """
-        path = os.path.join(self._results, f"{len(os.listdir(self._results))}")
-        Path(path).touch()
-        child = os.fork()
-        if not child:
-            self._own = path, shortening
-            self._loader.rows = rows
-            self._surroundings.forked()
-            raise _IsFork
-        return lambda: self._result(child, path, shortening)
+        key = shortening.kept, shortening.period, shortening.least
+        if key not in self._forks:
+            made = forked(self._forks.values())
+            if isinstance(made, Asked):
+                self._asked, self._shortening = made, shortening
+                self._surroundings.forked()
+                raise IsFork
+            self._forks[key] = made
+        answer = self._forks[key].run(rows)
 
-    def _result(self, child: int, path: str, shortening: Shortening) -> Ran:
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        found = pickle.loads(Path(path).read_bytes()) if status == 0 else None
-        if isinstance(found, Ran):
-            vars(shortening).update(vars(found.shortening))
-            return found
-        if isinstance(found, Exception):
-            raise found
-        how = signal.Signals(-status).name if status < 0 else f"status {status}"
-        raise NoPrediction(f"{self.program.name}: the process that ran it ended with {how}.")
+        def result() -> Ran:
+            found = answer()
+            if isinstance(found, Ran):
+                return found
+            if isinstance(found, Exception):
+                raise found
+            raise NoPrediction(f"{self.program.name}: the process that ran it ended with {found}.")
 
-    def _begin(self) -> Callable[[torch.nn.Module], None]:
+        return result
+
+    def _begin(self) -> Shortening:
         """The program makes its first model: answer, and go on in forks."""
         assert self._answer is not None
         try:
             self._found = self._answer(self)
-        except _IsFork:
+        except IsFork:
             pass
         else:
             raise _Done
-        assert self._own is not None
-        return self._own[1]
+        assert self._shortening is not None
+        return self._shortening
+
+    def _train(self) -> None:
+        """The program begins to train: go on in forks, with other rows."""
+        if self._asked is not None:
+            self._asked.serve(self._go_on)
+
+    def _go_on(self, rows: int | None) -> None:
+        self._loader.rows = rows
+        self._surroundings.forked()
 
     def _run(self) -> None:
         """Run the program to its end; a fork leaves before."""
@@ -200,7 +211,7 @@ class ProgramRun:
             raise
         except BaseException as error:
             self._failed(error)
-        if self._own is not None:
+        if self._asked is not None:
             self._finish()
 
     def _compiled(self, function: Any = None, **_: Any) -> Any:
@@ -227,7 +238,7 @@ class ProgramRun:
             if isinstance(error, NoPrediction)
             else NoPrediction(_said(self.program.name, error))
         )
-        if self._own is None:
+        if self._asked is None:
             raise reason from None
         self._leave(reason)
 
@@ -244,21 +255,16 @@ class ProgramRun:
             start_up, step = self._steps.recorded
         except NotRegular as reason:
             self._leave(NoPrediction(f"{self.program.name}: {reason}, so its steps do not repeat."))
-        assert self._own is not None
+        assert self._shortening is not None
         how = self._loader.seen, self._compiles, kernels.uncounted()
-        self._leave(Ran(start_up, step, self._own[1], *how))
+        self._leave(Ran(start_up, step, self._shortening, *how))
 
     def _leave(self, found: Ran | Exception) -> NoReturn:
-        assert self._own is not None
-        Path(self._own[0]).write_bytes(pickle.dumps(found))
-        os._exit(0)
+        assert self._asked is not None
+        self._asked.leave(found)
 
 
 _ATTENTION = "scaled_dot_product_attention"
-
-
-class _IsFork(BaseException):
-    """This process is a fork, which goes on with the program."""
 
 
 def _no(*_: Any) -> bool:

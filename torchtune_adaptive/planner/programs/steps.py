@@ -36,10 +36,13 @@ _FORWARD, _BACKWARD, _UPDATE = "forward", "backward", "optimizer step"
 
 
 class Steps:
-    """Follows a program's steps, and calls a function after so many of them."""
+    """Follows a program's steps, and calls functions as they begin, and after so many of them."""
 
-    def __init__(self, tracer: StepTracer, finished: Callable[[], None]) -> None:
-        self._tracer, self._recorder, self._finished = tracer, tracer.recorder, finished
+    def __init__(
+        self, tracer: StepTracer, begins: Callable[[], None], finished: Callable[[], None]
+    ) -> None:
+        self._tracer, self._recorder = tracer, tracer.recorder
+        self._begins, self._finished = begins, finished
         self._parts: list[RecordedStep] = []
         self._stage = "set-up"
         self._between = True
@@ -108,6 +111,8 @@ class Steps:
         self._work(Recorder.ACTIVATIONS)
 
     def _work(self, category: str) -> None:
+        if not self._parts:
+            self._begins()
         if self._between:
             self._cut()
         self._between = False
