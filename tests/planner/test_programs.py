@@ -254,3 +254,12 @@ def test_of_many_rows_some_are_read_and_the_longest(tmp_path: Path) -> None:
     seen = planned(written(tmp_path, before=READS), str(data)).seen
     assert seen is not None and (seen.rows, seen.tokens, seen.there) == (3, 77, 5000)
     assert seen.read < 2100
+
+
+def test_layers_that_are_made_different_are_all_run(tmp_path: Path) -> None:
+    """The model's layers are alike when it is made, and some are frozen then."""
+    freezes = "for layer in model.layers[:{}]: layer.requires_grad_(False)"
+    plans = [planned(written(tmp_path, before=freezes.format(n), layers=12)) for n in (0, 8, 12)]
+    states = [plan.answers[0].peak.parts["optimizer state"] for plan in plans]
+    each = 2 * 4 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
+    assert states[0] - states[1] == 8 * each and states[1] - states[2] == 4 * each

@@ -21,18 +21,18 @@ class IsFork(BaseException):
 
 
 class Fork:
-    """A fork, as the process sees it that it comes from: it runs on as often as it is asked to."""
+    """A fork, as the process sees it that it comes from: it runs on as often as it is asked."""
 
     def __init__(self, process: int, connection: Connection) -> None:
         self._process, self._connection = process, connection
         self._found: list[Any] = []
         self._asked = 0
 
-    def run(self, rows: int | None) -> Callable[[], Any]:
-        """Have it run on with so many rows; what is returned waits for what that leaves, or how it ended."""
+    def ask(self, what: Any) -> Callable[[], Any]:
+        """Ask it something; what is returned waits for the answer, or says how it ended."""
         number, self._asked = self._asked, self._asked + 1
         with suppress(OSError):  # it has ended: what it has sent is still there
-            self._connection.send(rows)
+            self._connection.send(what)
         return lambda: self._answer(number)
 
     def _answer(self, number: int) -> Any:
@@ -64,17 +64,17 @@ class Asked:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def serve(self, begin: Callable[[int | None], None]) -> None:
-        """Fork for each number of rows that is asked for. A fork begins with it, and returns from here."""
+    def serve(self, begin: Callable[[Any], None]) -> None:
+        """Fork for each question. A fork begins with it, and returns from here."""
         while True:
             try:
-                rows = self._connection.recv()
+                what = self._connection.recv()
             except (EOFError, OSError):  # nobody asks any more
                 os._exit(0)
             child = os.fork()
             if not child:
                 torch.set_num_threads(1)
-                begin(rows)
+                begin(what)
                 return
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             if status:

@@ -22,6 +22,7 @@ from torchtune_adaptive.planner.programs.private import (
 from torchtune_adaptive.planner.programs.quantized import Quantizer, quantizer_of
 from torchtune_adaptive.planner.programs.unknown import place_of_caller
 from torchtune_adaptive.planner.told import tell
+from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.planner.trace.step_tracer import StepTracer
 from torchtune_adaptive.planner.trace.weights import fill
 
@@ -39,6 +40,10 @@ class Models:
         self._made: set[int] = set()
         """Modules that have been shortened, which live as long as this."""
         self._alive: list[nn.Module] = []
+
+    def alike(self, shortening: Shortening) -> bool:
+        """Whether the layers of all models are still alike, so that few may stand for them."""
+        return all(map(shortening.still_repeats, self._alive))
 
     def follow(self, imports: WhenImported) -> None:
         """Make models from now on, those of transformers once that is imported."""
@@ -60,8 +65,8 @@ class Models:
             self._shorten = self._begin()
         if self._made.isdisjoint(map(id, model.modules())):
             self._shorten(model)
+            self._alive.append(model)
         self._made.update(map(id, model.modules()))
-        self._alive.append(model)
 
     def _of_transformers(self, modeling: Any) -> None:
         of_config = of_configs(modeling.PreTrainedModel)

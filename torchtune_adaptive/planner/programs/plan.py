@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -31,8 +31,23 @@ def planned(program: Program, devices: Devices) -> ProgramPlan:
 
 
 def _answer(run: ProgramRun, devices: Devices) -> ProgramPlan:
-    ranks, steps = run.ranks(), StepsOfProgram(run)
-    seen, given = steps.seen, devices(ranks)
+    ranks = run.ranks()
+    given = devices(ranks)
+    steps = StepsOfProgram(run)
+    alike = run.alike() if steps.shortened else None
+    plan = _plan(run, steps, ranks, given)
+    if alike is not None and not alike():
+        plan = _plan(run, StepsOfProgram(run, whole=True), ranks, given)
+    return plan
+
+
+def _plan(
+    run: ProgramRun,
+    steps: StepsOfProgram,
+    ranks: int,
+    given: Sequence[tuple[DeviceLimits, Pace | None]],
+) -> ProgramPlan:
+    seen = steps.seen
     if seen is None:
         for option, value in (("--rows", run.program.rows), ("--max-length", run.program.length)):
             if value is not None:
@@ -83,12 +98,20 @@ class StepsOfProgram:
     max_seq_len = None
     as_written = ""
 
-    def __init__(self, run: ProgramRun) -> None:
+    def __init__(self, run: ProgramRun, whole: bool = False) -> None:
         self._run = run
+        self._period = None if whole else 1
         self._shortened: list[_Shortened] = []
         self._runs: dict[tuple[int | None, int, int, int], Callable[[], Ran]] = {}
-        self._tracer: AnyDepth[_Shortened] = AnyDepth(self._made, lambda tracer: tracer.first)
+        self._tracer: AnyDepth[_Shortened] = AnyDepth(
+            self._made, lambda tracer: tracer.first, self._period
+        )
         self._start_up = self._tracer.start_up()
+
+    @property
+    def shortened(self) -> bool:
+        """Whether few layers stand for all."""
+        return any(made.shortening.removed for made in self._shortened)
 
     @property
     def seen(self) -> Seen | None:
@@ -112,7 +135,9 @@ class StepsOfProgram:
 
     def step(self, rows: int, length: int) -> RecordedStep:
         asked = None if self.seen is None or rows == self.seen.rows else rows
-        return self._tracer.step(lambda tracer: tracer.step(asked), where=counted(rows, "row"))
+        return self._tracer.step(
+            lambda tracer: tracer.step(asked), self._period, counted(rows, "row")
+        )
 
     noted = step
 

@@ -139,6 +139,15 @@ class ProgramRun:
         Raises:
             NoPrediction: it ended without one.
         """
+        return self._ask(shortening, rows)
+
+    def alike(self) -> Callable[[], bool]:
+        """Begin to find whether, when the whole models begin to train, their layers are still alike; what is
+        returned waits for that. A program may freeze some of them, for example."""
+        return self._ask(Shortening(sys.maxsize), _ALIKE)
+
+    def _ask(self, shortening: Shortening, what: Any) -> Callable[[], Any]:
+        """Ask the fork whose models are shortened so."""
         key = shortening.kept, shortening.period, shortening.least
         if key not in self._forks:
             made = forked(self._forks.values())
@@ -147,15 +156,17 @@ class ProgramRun:
                 self._surroundings.forked()
                 raise IsFork
             self._forks[key] = made
-        answer = self._forks[key].run(rows)
+        answer = self._forks[key].ask(what)
 
-        def result() -> Ran:
+        def result() -> Any:
             found = answer()
-            if isinstance(found, Ran):
-                return found
             if isinstance(found, Exception):
                 raise found
-            raise NoPrediction(f"{self.program.name}: the process that ran it ended with {found}.")
+            if isinstance(found, str):
+                raise NoPrediction(
+                    f"{self.program.name}: the process that ran it ended with {found}."
+                )
+            return found
 
         return result
 
@@ -176,8 +187,11 @@ class ProgramRun:
         if self._asked is not None:
             self._asked.serve(self._go_on)
 
-    def _go_on(self, rows: int | None) -> None:
-        self._loader.rows = rows
+    def _go_on(self, what: Any) -> None:
+        assert self._shortening is not None
+        if what == _ALIKE:
+            self._leave(self._models.alike(self._shortening))
+        self._loader.rows = what
         self._surroundings.forked()
 
     def _run(self) -> None:
@@ -259,11 +273,12 @@ class ProgramRun:
         how = self._loader.seen, self._compiles, kernels.uncounted()
         self._leave(Ran(start_up, step, self._shortening, *how))
 
-    def _leave(self, found: Ran | Exception) -> NoReturn:
+    def _leave(self, found: Ran | bool | Exception) -> NoReturn:
         assert self._asked is not None
         self._asked.leave(found)
 
 
+_ALIKE = "alike"
 _ATTENTION = "scaled_dot_product_attention"
 
 

@@ -54,6 +54,14 @@ class Shortening:
         """The number of layers that are removed."""
         return self.removed * self._deepest[0].period if self._deepest else 0
 
+    def still_repeats(self, model: nn.Module) -> bool:
+        """Whether the layers of a model that was left whole are still alike, whatever was done to it."""
+        return all(
+            _repeating(layers, self.period) == self._deepest[0]
+            for layers in lists_of_layers(model)
+            if self._deepest is not None and len(layers) == self._deepest[1]
+        )
+
     def __call__(self, model: nn.Module) -> None:
         for layers in lists_of_layers(model):
             run, count = _repeating(layers, self.period), len(layers)
