@@ -6,11 +6,11 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.planner import gpus, planned_gpu
+from torchtune_adaptive.planner import DeviceLimits, gpus, planned_gpu
 from torchtune_adaptive.planner.programs import Program, ProgramPlan, plan_program
 
 WIDTH, ROWS, TOKENS = 256, 8, 64
-H100 = gpus.gpu("h100")
+H100, MEMORY = gpus.gpu("h100"), 1 << 30
 
 PROGRAM = """
 import sys
@@ -88,5 +88,8 @@ def written(
 
 def planned(path: Path, *words: str, **options: Any) -> ProgramPlan:
     program = Program((str(path), *words), H100, **options)
-    device, _ = planned_gpu(H100, program.ranks, 0.05)
-    return plan_program(program, [(device, None)], timeout=120)
+    return plan_program(program, on_part_of_h100, timeout=120)
+
+
+def on_part_of_h100(ranks: int) -> list[tuple[DeviceLimits, None]]:
+    return [(planned_gpu(H100, ranks, 0.05, MEMORY)[0], None)]

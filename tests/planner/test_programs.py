@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.programs import PROGRAM, ROWS, STEP, TOKENS, WIDTH, planned, written
+from tests.helpers.programs import MEMORY, PROGRAM, ROWS, STEP, TOKENS, WIDTH, planned, written
 from torchtune_adaptive import plan_batch_size
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.programs import ProgramPlan
@@ -53,11 +54,16 @@ def test_a_loop_takes_what_the_same_step_takes(tmp_path: Path) -> None:
     assert (plan.seen.rows, plan.seen.tokens, plan.micro_batches) == (ROWS, TOKENS, 1)
     assert not plan.compiles
     known = plan_batch_size(
-        build, optimizer=torch.optim.AdamW, forward=forward, worst_case=worst_case, rows=ROWS
+        build,
+        optimizer=torch.optim.AdamW,
+        forward=forward,
+        worst_case=worst_case,
+        rows=ROWS,
+        memory=MEMORY,
     )
     assert plan.answers[0].peak.allocated == pytest.approx(known.allocated, rel=0.001)
     assert reserved(plan) - known.peak in (0, 1 << 21)  # the loss of the step before is still there
-    assert plan.answers[0].largest == known.largest
+    assert plan.answers[0].largest == pytest.approx(known.largest, rel=0.02)  # that has searched
 
 
 def test_a_deep_model_takes_what_all_of_its_layers_take(tmp_path: Path) -> None:
@@ -218,3 +224,33 @@ def test_what_is_compiled_is_an_upper_bound(tmp_path: Path) -> None:
     plan = planned(written(tmp_path, before="model = torch.compile(model)"))
     as_written = planned(written(tmp_path))
     assert plan.compiles and reserved(plan) == reserved(as_written)
+
+
+READS = """
+import json, pathlib
+from datasets import load_dataset
+
+rows = load_dataset("json", data_files=sys.argv[1], split="train")
+
+
+def encoded(row):
+    ids = [1] * sum(len(one["content"]) for one in row["messages"])
+    return dict(input_ids=ids, labels=ids)
+
+
+rows = rows.map(encoded, remove_columns=rows.column_names).with_format("torch")
+loader = DataLoader(rows, batch_size=3, collate_fn=collate, shuffle=True)
+"""
+
+
+def test_of_many_rows_some_are_read_and_the_longest(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    lengths = [2 + number % 7 for number in range(5000)]
+    lengths[4321] = 77
+    messages = (
+        [{"role": "user", "content": "x" * (length - 1)}, {"content": "y"}] for length in lengths
+    )
+    data.write_text("\n".join(json.dumps({"messages": one}) for one in messages))
+    seen = planned(written(tmp_path, before=READS), str(data)).seen
+    assert seen is not None and (seen.rows, seen.tokens, seen.there) == (3, 77, 5000)
+    assert seen.read < 2100

@@ -192,7 +192,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     gpu, nodes, machine = machine_told(arguments)
     if arguments.program:
         ranks, gpu = _gpus(arguments.nproc, gpu, nodes)
-        return EXIT_STATUS[plan_of_program(arguments, ranks, gpu, memory, machine)]
+        told = ranks if ranks > 1 or arguments.nproc else None  # else the launcher says
+        return EXIT_STATUS[plan_of_program(arguments, told, gpu, memory, machine)]
     file = _trainer_file(arguments)
     ranks, gpu = _gpus(arguments.nproc, gpu, nodes, file.ranks if file else None)
     if arguments.seq_len is not None and arguments.seq_len < 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,8 +61,8 @@ class Split(NamedTuple):
 
 
 def split(words: Sequence[str]) -> Split:
-    """Find the program on a command line: a script, ``-m`` and a module, or a command. All that follows is the program's
-    own, but for options of ``plan``; what follows ``--`` is so in any case."""
+    """Find the program on a command line: a script, ``-m`` and a module, or a command. All that follows is
+    the program's own, but for options of ``plan``; what follows ``--`` is so in any case."""
     words = [*words]
     explicit = "--" in words
     begin = words.index("--") + 1 if explicit else _begin(words)
@@ -100,7 +100,7 @@ def _begin(words: Sequence[str]) -> int | None:
 
 def plan_of_program(
     arguments: argparse.Namespace,
-    ranks: int,
+    ranks: int | None,
     gpu: str | None,
     memory: int | None,
     machine: Machine,
@@ -123,7 +123,6 @@ def plan_of_program(
     names = names_in(arguments.compare)
     others = [gpus.gpu(name, "--compare") for name in names]
     asked_job = job(arguments.tokens, arguments.price, kind.name, names)
-    device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
     program = programs.Program(
         words=words,
         gpu=kind,
@@ -133,34 +132,52 @@ def plan_of_program(
         assumed=_assumed(arguments.assume or ()),
         shows=arguments.show_output,
     )
-    is_named = gpu is not None or memory is None
-    asked = [(device, _pace(kind, ranks, machine) if is_named else None)]
     alike = [one for one in others if one.capability == kind.capability]
-    asked += [_question(one, ranks, machine, kind) for one in alike]
-    plan = _planned(program, asked)
+    is_named = gpu is not None or memory is None
+    plan = _planned(program, _Devices(kind, tuple(alike), machine, memory, is_named))
     found = dict(zip((one.name for one in alike), plan.answers[1:], strict=True))
     for one in others:
         if one.name not in found:  # a program may take other branches there
             apart = replace(program, gpu=one, rows=plan.answers[0].peak.rows if plan.seen else None)
-            found[one.name] = _planned(apart, [_question(one, ranks, machine, kind)]).answers[0]
+            found[one.name] = _planned(apart, _Devices(one, (), machine.for_other_gpus)).answers[0]
     compared = [DeviceAnswer.of(found[one.name]) for one in others]
     answer = plan.answers[0]
     asked_job = replace(asked_job, unit=_unit(plan))
+    _, assumptions = planned_gpu(kind, plan.ranks, _HEADROOM, memory)
     about = (*_about(program, plan), *assumptions)
     if arguments.json:
-        _print_json(answer, plan, ranks, about, compared, asked_job)
+        _print_json(answer, plan, about, compared, asked_job)
         return answer.verdict
     blocks = _blocks(answer, plan, program, asked_job)
     if compared:
-        blocks.append(compare_table(compared, ranks, asked_job))
+        blocks.append(compare_table(compared, plan.ranks, asked_job))
     print(arguments.render([*blocks, Listing("What is planned", about)]), end="")
     return answer.verdict
 
 
-def _planned(
-    program: programs.Program, asked: Sequence[tuple[DeviceLimits, Pace | None]]
-) -> programs.ProgramPlan:
-    return with_progress(lambda: programs.plan_program(program, asked, _LONGEST))
+@dataclass(frozen=True)
+class _Devices:
+    """The devices to plan on, whatever the number of ranks."""
+
+    planned: gpus.Gpu
+    others: tuple[gpus.Gpu, ...]
+    machine: Machine
+    memory: int | None = None
+    """The capacity of the planned one, if told."""
+    paced: bool = True
+    """Whether it is a GPU that is named, so that its speed may be known."""
+
+    def __call__(self, ranks: int) -> list[tuple[DeviceLimits, Pace | None]]:
+        first, _ = planned_gpu(self.planned, ranks, _HEADROOM, self.memory)
+        found = [(first, _pace(self.planned, ranks, self.machine) if self.paced else None)]
+        for kind in self.others:
+            device, _ = planned_gpu(kind, ranks, _HEADROOM)
+            found.append((device, _pace(kind, ranks, self.machine.for_other_gpus)))
+        return found
+
+
+def _planned(program: programs.Program, devices: _Devices) -> programs.ProgramPlan:
+    return with_progress(lambda: programs.plan_program(program, devices, _LONGEST))
 
 
 def _unit(plan: programs.ProgramPlan) -> str:
@@ -168,13 +185,6 @@ def _unit(plan: programs.ProgramPlan) -> str:
     if plan.seen is None:
         return "batches"
     return "tokens" if plan.seen.tokens > 1 else "rows"
-
-
-def _question(
-    kind: gpus.Gpu, ranks: int, machine: Machine, planned: gpus.Gpu
-) -> tuple[DeviceLimits, Pace | None]:
-    device, _ = planned_gpu(kind, ranks, _HEADROOM)
-    return device, _pace(kind, ranks, machine if kind == planned else machine.for_other_gpus)
 
 
 def _pace(kind: gpus.Gpu, ranks: int, machine: Machine) -> Pace | None:
@@ -210,6 +220,10 @@ def _about(program: programs.Program, plan: programs.ProgramPlan) -> list[str]:
         elif seen.tokens > 1:
             row += f", {counted(seen.tokens, 'token')}"
         lines.append(f"rows: {row}; all rows of a batch are like it")
+        if seen.read:
+            lines.append(
+                f"data: {seen.read:,} of the {seen.there:,} rows of the dataset, the longest among them"
+            )
     if plan.compiles:
         lines.append("compile: planned as if nothing were compiled, which takes more (upper bound)")
     if plan.uncounted:
@@ -225,7 +239,7 @@ def _blocks(
     answer: Answer, plan: programs.ProgramPlan, program: programs.Program, asked_job: Job
 ) -> list[Block]:
     peak, device = answer.peak, answer.device
-    each = f"each of {program.ranks} x " if program.ranks > 1 else ""
+    each = f"each of {plan.ranks} x " if plan.ranks > 1 else ""
     size = f"batch of {peak.rows}" if plan.seen else "its batch"
     largest = ""
     if plan.seen:
@@ -247,7 +261,7 @@ def _blocks(
     blocks: list[Block] = [Paragraph(lines, important=True), Table("", header, rows, right={1})]
     if answer.speed:
         blocks += speed_blocks(
-            answer.speed, peak.rows, program.ranks, asked_job, answer.fits, "a batch of"
+            answer.speed, peak.rows, plan.ranks, asked_job, answer.fits, "a batch of"
         )
     return blocks
 
@@ -255,7 +269,6 @@ def _blocks(
 def _print_json(
     answer: Answer,
     plan: programs.ProgramPlan,
-    ranks: int,
     about: Sequence[str],
     compared: Sequence[DeviceAnswer],
     asked_job: Job,
@@ -263,14 +276,14 @@ def _print_json(
     fits = answer.verdict != DOES_NOT_FIT
     found = {
         "verdict": answer.verdict,
-        "ranks": ranks,
+        "ranks": plan.ranks,
         "rows": answer.peak.rows,
         "largest": answer.largest,
         "device": asdict(answer.device),
         "peak": asdict(answer.peak),
         "micro_batches": plan.micro_batches,
         "tokens_in_a_row": plan.seen.tokens if plan.seen else None,
-        **speed_as_dict(answer.speed, ranks, asked_job, fits),
+        **speed_as_dict(answer.speed, plan.ranks, asked_job, fits),
         "speed": asdict(answer.speed) if answer.speed else None,
         "compared": [asdict(one) for one in compared],
         "assumptions": [*about],

@@ -60,6 +60,21 @@ def follow(imports: WhenImported) -> None:
     put(subprocess.Popen, "__init__", _begun)
     put(os, "system", lambda *_: 127 << 8)
     imports.call("torch.distributed.launcher.api", _of_launcher)
+    imports.call("torch.multiprocessing", lambda it: put(it, "spawn", _first_of_spawned))
+    for name in ("multiprocessing", "torch.multiprocessing", "multiprocess"):
+        imports.call(name, _of_processes)
+
+
+def _of_processes(processes: Any) -> None:
+    """Let other processes be forks, which know of the plan, whatever the program asks for."""
+    get = processes.get_context
+    put(processes, "get_context", lambda method=None: get(method and "fork"))
+    put(processes, "set_start_method", lambda *_, **__: None)
+
+
+def _first_of_spawned(function: Callable[..., Any], args: Any = (), *_: Any, **__: Any) -> NoReturn:
+    function(0, *args)
+    sys.exit()
 
 
 def _begun(

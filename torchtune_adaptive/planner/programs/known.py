@@ -8,6 +8,7 @@ padding.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, NamedTuple
 
@@ -82,6 +83,8 @@ class ProgramWatch(Watch):
         super().__init__(recorder, mode)
         self._mode, self._assumed = mode, assumed
         self._known_facts: dict[Any, _Facts] = {}
+        self.face: AbstractContextManager[Any] = nullcontext()
+        """Context in which functions of torch take ``cuda`` for the fake device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -120,7 +123,7 @@ class ProgramWatch(Watch):
     def _launched(self, facts: _Facts, args: Any, kwargs: Any) -> Any:
         """The result of an operation of a library's own: its kernel is in Python, and what that does is seen."""
         facts.forget(args, kwargs)
-        with self:
+        with self, self.face:
             return facts.kernel(*args, **kwargs)
 
     def value(self, tensor: torch.Tensor, what: str = "the value of a tensor") -> Any:

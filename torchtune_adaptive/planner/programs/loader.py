@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.planner.programs.imports import put
+from torchtune_adaptive.planner.programs.data import LONGEST, Data
+from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.private import fetchers
 from torchtune_adaptive.planner.programs.request import Seen
 from torchtune_adaptive.planner.programs.steps import Steps
@@ -36,10 +37,12 @@ class Loader:
     def __init__(self, steps: Steps, rows: int | None, length: int | None) -> None:
         self._steps, self.rows, self._length = steps, rows, length
         self._longest: dict[int, tuple[Any, int, Any]] = {}
+        self._data = Data()
         self.seen: Seen | None = None
 
-    def follow(self) -> None:
+    def follow(self, imports: WhenImported) -> None:
         """Make them from now on."""
+        self._data.follow(imports)
         signature = inspect.signature(DataLoader.__init__)
         begin = DataLoader.__init__
 
@@ -67,7 +70,7 @@ class Loader:
         longest, looked_at = self._longest_of(fetcher.dataset, rows)
         number = self.rows or len(rows)
         batch = collate([copy.deepcopy(longest) for _ in range(number)])
-        self.seen = Seen(len(rows), _tokens(batch, number), looked_at)
+        self.seen = Seen(len(rows), _tokens(batch, number), looked_at, *self._data.part)
         return batch
 
     def _longest_of(self, dataset: Any, rows: list[Any]) -> tuple[Any, int]:
@@ -99,7 +102,8 @@ def _some_of(dataset: Any, rows: list[Any]) -> Any:
     if not hasattr(dataset, "__getitem__"):
         return
     end = time.monotonic() + _SECONDS
-    for number in range(0, count, -(-count // _LOOKED_AT)):
+    first = range(min(count, LONGEST))
+    for number in (*first, *range(0, count, -(-count // _LOOKED_AT))):
         if time.monotonic() > end:
             return
         yield dataset[number]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torchtune_adaptive.planner.programs.private import (
     swap_tensors,
 )
 from torchtune_adaptive.planner.programs.quantized import Quantizer, quantizer_of
+from torchtune_adaptive.planner.programs.unknown import place_of_caller
 from torchtune_adaptive.planner.told import tell
 from torchtune_adaptive.planner.trace.step_tracer import StepTracer
 from torchtune_adaptive.planner.trace.weights import fill
@@ -46,6 +47,7 @@ class Models:
         put(torch.utils, "swap_tensors", partial(swap_tensors, torch.utils.swap_tensors))
         of_modules(self._applied)
         imports.call("transformers.modeling_utils", self._of_transformers)
+        imports.call("transformers.generation.utils", _of_generation)
 
     def _applied(self, module: nn.Module, function: Any, apply: Callable[[], Any]) -> Any:
         """Convert or move the tensors of a module."""
@@ -112,6 +114,17 @@ class Models:
 
         let_make(modeling.PreTrainedModel, without_weights)
         modeling.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+def _of_generation(generation: Any) -> None:
+    def generate(*_: Any, **__: Any) -> NoReturn:
+        raise NoPrediction(
+            f"{place_of_caller()}: generates, and how long its texts become follows from weights that are "
+            "not there. Plan GRPO and RLOO with --hf MODEL --trainer GRPOTrainer (or RLOOTrainer), or by a "
+            "file of `trl grpo`; and other programs without generation."
+        )
+
+    put(generation.GenerationMixin, "generate", generate)
 
 
 def _device_of(device_map: Any) -> Any:

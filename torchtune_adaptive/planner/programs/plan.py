@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
 from torchtune_adaptive.common import NoPrediction, counted
 from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp, peak
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
-from torchtune_adaptive.planner.programs.request import Program, ProgramPlan, Seen
+from torchtune_adaptive.planner.programs.request import Devices, Program, ProgramPlan, Seen
 from torchtune_adaptive.planner.programs.run import ProgramRun, Ran
 from torchtune_adaptive.planner.speed.speed import Pace
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
@@ -25,14 +25,14 @@ _TOKENS = 4096
 _CEILING = 1 << 14
 
 
-def planned(program: Program, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> ProgramPlan:
+def planned(program: Program, devices: Devices) -> ProgramPlan:
     """Plan a program in this process, which does nothing else."""
     return ProgramRun(program).answered(lambda run: _answer(run, devices))
 
 
-def _answer(run: ProgramRun, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> ProgramPlan:
-    steps = StepsOfProgram(run)
-    seen = steps.seen
+def _answer(run: ProgramRun, devices: Devices) -> ProgramPlan:
+    ranks, steps = run.ranks(), StepsOfProgram(run)
+    seen, given = steps.seen, devices(ranks)
     if seen is None:
         for option, value in (("--rows", run.program.rows), ("--max-length", run.program.length)):
             if value is not None:
@@ -40,8 +40,10 @@ def _answer(run: ProgramRun, devices: Sequence[tuple[DeviceLimits, Pace | None]]
                     f"{option}: {value}, but no DataLoader makes the batches of {run.program.name}. "
                     "Leave it out, and set the size in the program or by its arguments."
                 )
-        answers = [_of_its_batch(steps, device, pace) for device, pace in devices]
-        return ProgramPlan(answers, None, steps.micro_batches, steps.compiles, steps.uncounted)
+        answers = [_of_its_batch(steps, device, pace) for device, pace in given]
+        return ProgramPlan(
+            answers, ranks, None, steps.micro_batches, steps.compiles, steps.uncounted
+        )
     own = run.program.rows or seen.rows  # which is run in any case
     least = max(TracedRun.ROWS[0], own, -(-_TOKENS // max(1, seen.tokens - 1)) * (seen.tokens > 1))
     traced = TracedRun(steps, _ANY_LENGTH, rows=(least, least + 1), searches=False)
@@ -56,10 +58,10 @@ def _answer(run: ProgramRun, devices: Sequence[tuple[DeviceLimits, Pace | None]]
             confirmed=True,
             tokens=seen.tokens,
         )
-        for device, pace in devices
+        for device, pace in given
     ]
     answers = [traced.answer(one) for one in asked]
-    return ProgramPlan(answers, seen, steps.micro_batches, steps.compiles, steps.uncounted)
+    return ProgramPlan(answers, ranks, seen, steps.micro_batches, steps.compiles, steps.uncounted)
 
 
 def _of_its_batch(steps: StepsOfProgram, device: DeviceLimits, pace: Pace | None) -> Answer:

@@ -99,8 +99,8 @@ def swap_tensors(before: Callable[[Any, Any], None], one: Any, other: Any) -> No
 
 def let_subclass() -> None:
     """Let subclasses of tensors that libraries make of plain ones, such as the weights of bitsandbytes (0.50),
-    be made of fake ones as well, and be fake."""
-    before = torch.Tensor._make_subclass
+    be made of fake ones as well, and be fake; and let the data of a fake tensor move to another device."""
+    before, data_of = torch.Tensor._make_subclass, torch.Tensor.data
 
     def made(kind: Any, data: Any, requires_grad: bool = False, **options: Any) -> torch.Tensor:
         if not isinstance(data, FakeTensor):
@@ -109,7 +109,17 @@ def let_subclass() -> None:
         tensor.__class__ = _fake_kind(kind)
         return tensor.requires_grad_(requires_grad)
 
+    def moved(tensor: Any, data: Any) -> None:
+        if torch._has_compatible_shallow_copy_type(tensor, data):
+            data_of.__set__(tensor, data)  # type: ignore[attr-defined]
+            return
+        other, trained = data.detach(), tensor.requires_grad
+        vars(tensor).update(vars(other))
+        torch._C._swap_tensor_impl(tensor, other)
+        tensor.requires_grad_(trained)
+
     torch.Tensor._make_subclass = staticmethod(made)  # type: ignore[assignment, method-assign]
+    FakeTensor.data = property(data_of.__get__, moved)  # type: ignore[assignment, attr-defined]
 
 
 @functools.cache

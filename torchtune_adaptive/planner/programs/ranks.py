@@ -38,7 +38,7 @@ def follow(ranks: int, recorder: Recorder) -> None:
         os.environ.update(_environment(ranks))
 
     def joined(*_: Any, **__: Any) -> None:
-        fake_device.init_fake_ranks(0, int(os.environ.get("WORLD_SIZE", ranks)))
+        fake_device.init_fake_ranks(0, number())
 
     put(dist, "init_process_group", joined)
     put(dist, "destroy_process_group", lambda *_: None)
@@ -63,6 +63,11 @@ def follow(ranks: int, recorder: Recorder) -> None:
         put(DistributedDataParallel, name, getattr(_Replicated, name))
     _Replicated.recorder = recorder
     put(FullyShardedDataParallel, "__init__", _refuse)
+
+
+def number() -> int:
+    """The number of ranks, as a launcher has said."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _refuse(*_: Any, **__: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +10,6 @@ from torchtune_adaptive.planner.memory.gpus import Gpu
 from torchtune_adaptive.planner.memory.peak import DeviceLimits
 from torchtune_adaptive.planner.speed.speed import Pace
 from torchtune_adaptive.planner.traced_run import Answer
-from torchtune_adaptive.planner.workers import call_alone
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,8 @@ class Program:
     words: tuple[str, ...]
     """A script, ``-m`` and a module, or a command of an installed package; and its arguments."""
     gpu: Gpu
-    ranks: int = 1
-    """The number of GPUs, each of which is a rank of the program."""
+    ranks: int | None = None
+    """The number of GPUs, each of which is a rank of the program; None for as many as its launcher says."""
     rows: int | None = None
     """Rows of a batch, if not the program's own."""
     length: int | None = None
@@ -45,12 +44,17 @@ class Seen(NamedTuple):
     """The tokens of a row; 1 where rows are none of tokens."""
     looked_at: int
     """The rows among which the longest was looked for."""
+    read: int = 0
+    """The rows that were read of a dataset with more; 0 if all were."""
+    there: int = 0
+    """The rows of that dataset."""
 
 
 class ProgramPlan(NamedTuple):
     """The memory and the speed of a program's steps, on each device that was asked about."""
 
     answers: Sequence[Answer]
+    ranks: int
     seen: Seen | None
     """None where its batches are not made by a loader, so that they cannot have other rows."""
     micro_batches: int
@@ -61,18 +65,6 @@ class ProgramPlan(NamedTuple):
     """Kernels of its own that multiply matrices, of whose time only that of reading and writing is known."""
 
 
-def plan_program(
-    program: Program, devices: Sequence[tuple[DeviceLimits, Pace | None]], timeout: float
-) -> ProgramPlan:
-    """Plan a program on devices that are like its GPU, in a process that may take so many seconds.
-
-    Raises:
-        NoPrediction: it cannot be run on a device that is not there, or not in that time.
-    """
-    return call_alone(_planned, program, devices, timeout=timeout)
-
-
-def _planned(program: Program, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> ProgramPlan:
-    from torchtune_adaptive.planner.programs.plan import planned
-
-    return planned(program, devices)
+Devices = Callable[[int], Sequence[tuple[DeviceLimits, Pace | None]]]
+"""What gives devices, and what their speed follows from if that is known, by the number of ranks. Another
+process can import it."""

@@ -116,6 +116,20 @@ class ProgramRun:
             "trains, with the arguments that it needs."
         )
 
+    def ranks(self) -> int:
+        """The number of ranks.
+
+        Raises:
+            NoPrediction: the program is launched on another number than is asked for.
+        """
+        launched, asked = ranks.number(), self.program.ranks
+        if asked not in (None, launched):
+            raise NoPrediction(
+                f"--nproc: {asked}, but {self.program.name} is launched on {launched} GPUs. Leave one of the "
+                "two out."
+            )
+        return launched
+
     def start(self, rows: int | None, shortening: Shortening) -> Callable[[], Ran]:
         """Begin a run in a fork; what is returned waits for its result.
 
@@ -162,14 +176,14 @@ class ProgramRun:
         self._surroundings.follow(imports)
         commands.follow(imports)
         hub.follow(imports)
-        device.show(self.program.gpu, self.program.ranks, recorder)
-        ranks.follow(self.program.ranks, recorder)
+        device.show(self.program.gpu, self.program.ranks or 1, recorder)
+        ranks.follow(self.program.ranks or 1, recorder)
         autocast.allow()
         kernels.follow(imports, self.program.gpu)
         quantized.follow(imports, self._assumed)
         self._models.follow(imports)
         self._steps.follow()
-        self._loader.follow()
+        self._loader.follow(imports)
         imports.call("transformers.masking_utils", lambda it: put(it, "is_tracing", _no))
         face = device.Face(self._tracer.watch, self._assumed)  # type: ignore[arg-type]
         let_backward_run_in(face)
@@ -232,8 +246,7 @@ class ProgramRun:
             self._leave(NoPrediction(f"{self.program.name}: {reason}, so its steps do not repeat."))
         assert self._own is not None
         how = self._loader.seen, self._compiles, kernels.uncounted()
-        found = Ran(start_up, step, self._own[1], *how)
-        self._leave(found)
+        self._leave(Ran(start_up, step, self._own[1], *how))
 
     def _leave(self, found: Ran | Exception) -> NoReturn:
         assert self._own is not None

@@ -17,6 +17,7 @@ import torch
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 
 _QUIET = {
+    "DO_NOT_TRACK": "1",
     "HF_DATASETS_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -66,6 +67,7 @@ class Surroundings:
         put(os, "listdir", self._listing(os.listdir))
         put(os, "scandir", self._scanning(os.scandir))
         imports.call("pyarrow", self._of_arrow)
+        imports.call("transformers.tokenization_utils_base", self._of_tokenizers)
         put(torch, "save", lambda *_, **__: None)
         connect = socket.socket.connect
         put(socket.socket, "connect", lambda one, address: _connected(connect, one, address))
@@ -79,6 +81,16 @@ class Surroundings:
         """Arrow opens files by itself."""
         for name in ("memory_map", "input_stream"):
             put(arrow, name, self._reading(getattr(arrow, name)))
+
+    def _of_tokenizers(self, tokenizers: Any) -> None:
+        """Tokenizers write files by themselves."""
+        kind = tokenizers.PreTrainedTokenizerBase
+        save = kind.save_pretrained
+
+        def saved(one: Any, save_directory: Any, *arguments: Any, **options: Any) -> Any:
+            return save(one, self._where(save_directory, True), *arguments, **options)
+
+        put(kind, "save_pretrained", saved)
 
     def _ours(self, path: Any, folder: int | None = None) -> tuple[str, str] | None:
         """A path, relative to an open folder perhaps, and its place in the folder; None if it is a descriptor

@@ -57,6 +57,11 @@ class Assumed:
         return {*self._values} - self.used
 
 
+def place_of_caller() -> str:
+    """The place in the program that has called what asks now."""
+    return _place(next(_callers(inspect.currentframe()), None))
+
+
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
     """A frame and those that have called it, but for those that only pass on."""
     while frame is not None:
