@@ -28,10 +28,13 @@ _BLOCK = 128
 
 def follow(imports: WhenImported) -> None:
     """Let programs find these packages from now on, and those that are on the Hub."""
-    sys.modules["flash_attn.flash_attn_interface"] = _module("flash_attn.flash_attn_interface")
-    for package, version in (("flash_attn", "2.8.3"), ("flash_attn_interface", "3.0.0")):
-        StandIn(package, version, lambda name: _module(name) if name in _MODULES else None).follow()
+    name = "flash_attn.flash_attn_interface"
+    sys.modules[name] = _module(name)  # type: ignore[assignment]
+    StandIn("flash-attn", "2.8.3", "flash_attn", _module).follow()
+    StandIn("flash-attn-3", "3.0.0", "flash_attn_interface", _module).follow()
     imports.call("kernels", lambda it: put(it, "get_kernel", _of_hub))
+    flex = "torch.nn.attention.flex_attention"
+    imports.call(flex, lambda it: put(it, "flex_attention", _flex))
 
 
 class _How(NamedTuple):
@@ -207,6 +210,13 @@ def _with_cache(*_: Any, **__: Any) -> Any:
     )
 
 
+def _flex(*_: Any, **__: Any) -> Any:
+    raise NoPrediction(
+        "flex_attention: is compiled for a GPU, and not planned in a program. Plan it with sdpa or "
+        "flash_attention_2, which take as much memory."
+    )
+
+
 def _unpadded(hidden: torch.Tensor, mask: torch.Tensor, unused: torch.Tensor | None = None) -> Any:
     """The tokens that a mask has, without the others."""
     counts = mask.sum(-1, dtype=torch.int32)
@@ -263,13 +273,15 @@ _ON_HUB = {
 }
 
 
-def _module(name: str) -> ModuleType:
+def _module(name: str) -> ModuleType | None:
+    if name not in _MODULES:
+        return None
     made = ModuleType(name)
     vars(made).update(_MODULES[name])
     return made
 
 
-def _of_hub(repository: str, *_: Any, **__: Any) -> ModuleType:
+def _of_hub(repository: str, *_: Any, **__: Any) -> ModuleType | None:
     """A package of kernels on the Hub.
 
     Raises:

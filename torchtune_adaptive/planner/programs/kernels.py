@@ -30,7 +30,7 @@ def follow(imports: WhenImported, gpu: Gpu) -> None:
     flash.follow(imports)
     put(torch.library, "triton_op", _operation)
     put(torch.library, "wrap_triton", lambda kernel: kernel)
-    if StandIn(_TRITON, _VERSION, _module).follow():
+    if StandIn(_TRITON, _VERSION, _TRITON, _module).follow():
         return
     imports.call("triton.runtime.jit", _of_jit)
     imports.call("triton.runtime.driver", lambda driver: _of_driver(driver, gpu))

@@ -17,12 +17,14 @@ from typing import Any
 
 
 class StandIn(DistributionFinder, MetaPathFinder, Loader):
-    """Finds a package, of which ``module`` makes modules by their names, or None where there is no such."""
+    """Finds a package, of which ``module`` makes modules by their names, or None where there is no such. It is
+    installed by the name of its ``distribution``."""
 
     def __init__(
-        self, package: str, version: str, module: Callable[[str], ModuleType | None]
+        self, distribution: str, version: str, package: str, module: Callable[[str], Any]
     ) -> None:
-        self._package, self._version, self._module = package, version, module
+        self._distribution, self._version = distribution, version
+        self._package, self._module = package, module
 
     def follow(self) -> bool:
         """Find it from now on, if it is not installed; gives whether it is not."""
@@ -48,16 +50,16 @@ class StandIn(DistributionFinder, MetaPathFinder, Loader):
         self, context: DistributionFinder.Context | None = None
     ) -> Iterator[Distribution]:
         asked = None if context is None else context.name
-        if asked is None or asked.lower().replace("-", "_") == self._package:
-            yield _Installed(self._package, self._version)
+        if asked is None or asked.lower().replace("_", "-") == self._distribution:
+            yield _Installed(self._distribution, self._version, self._package)
 
 
 class _Installed(Distribution):
     """What is said about a package that is installed."""
 
-    def __init__(self, package: str, version: str) -> None:
+    def __init__(self, name: str, version: str, package: str) -> None:
         self._files = {
-            "METADATA": f"Name: {package.replace('_', '-')}\nVersion: {version}\n",
+            "METADATA": f"Name: {name}\nVersion: {version}\n",
             "top_level.txt": package,
         }
 
