@@ -93,6 +93,10 @@ def allow() -> None:
         begin(context, _named(device_type), *arguments, **options)
 
     put(torch.autocast, "__init__", begun)
+    for name in ("custom_fwd", "custom_bwd"):
+        of_device = partial(_decorated, getattr(torch.amp, name))
+        put(torch.amp, name, of_device)
+        put(torch.cuda.amp, name, of_device)
 
 
 def in_lower_type(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,6 +109,13 @@ def in_lower_type(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return call
+
+
+def _decorated(
+    decorate: Callable[..., Any], function: Any = None, device_type: str = "cuda", **options: Any
+) -> Any:
+    """What ``torch.amp`` makes of a method of an autograd function."""
+    return decorate(function, device_type=_named(device_type), **options)
 
 
 _kept: list[Any] = []

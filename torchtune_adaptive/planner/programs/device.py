@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -171,7 +172,14 @@ def show(gpu: Gpu, devices: int, recorder: Recorder) -> None:
         total_memory=gpu.total,
         multi_processor_count=132,
         warp_size=32,
+        max_threads_per_multi_processor=2048 if minor == 0 else 1536,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        L2_cache_size=50 << 20,
+        is_integrated=0,
+        is_multi_gpu_board=0,
         gcnArchName="",
+        uuid="GPU-0",
     )
     let_see(_seen)
     have_parts_of_cuda()
@@ -191,18 +199,27 @@ def show(gpu: Gpu, devices: int, recorder: Recorder) -> None:
         **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all")),
         **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated")),
         **dict.fromkeys(("set_rng_state", "set_rng_state_all", "set_per_process_memory_fraction")),
-        "memory_stats": {},
     }
-    for name, answer in answers.items():
-        put(cuda, name, lambda *_, answer=answer, **__: answer)
-    now, most = lambda *_: recorder.in_use, lambda *_: recorder.peak
+    functions = {
+        name: lambda *_, answer=answer, **__: answer for name, answer in answers.items()
+    }
     for name in ("memory_allocated", "memory_reserved"):
-        put(cuda, name, now)
-        put(cuda, f"max_{name}", most)
-    put(cuda, "mem_get_info", lambda *_: (gpu.total - recorder.in_use, gpu.total))
+        functions[name] = lambda *_, **__: recorder.in_use
+        functions[f"max_{name}"] = lambda *_, **__: recorder.peak
+    functions["memory_summary"] = lambda *_, **__: f"{recorder.in_use} bytes, at most {recorder.peak}"
+    functions["memory_stats"] = lambda *_, **__: _statistics(recorder)
+    functions["mem_get_info"] = lambda *_, **__: (gpu.total - recorder.in_use, gpu.total)
+    for name, function in functions.items():
+        for owner in (cuda, cuda.memory):
+            if hasattr(owner, name):
+                put(owner, name, function)
     put(cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8))
     put(cuda, "get_rng_state_all", lambda *_: [])
-    put(cuda, "device", lambda *_: nullcontext())
+    put(cuda, "device", _Guard)
+    put(torch, "Generator", _Generator)
+    put(_Tensor, "record_stream", lambda *_: None)  # would delay the release until another stream is done
+    for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
+        put(cuda.nvtx, name, lambda *_: 0)
     put(cuda, "Stream", fake_device.FakeStream)
     put(cuda, "Event", fake_device.FakeEvent)
     put(cuda, "current_stream", fake_device.current_stream)
@@ -211,6 +228,33 @@ def show(gpu: Gpu, devices: int, recorder: Recorder) -> None:
     put(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
     put(torch.accelerator, "is_available", lambda: True)
     put(torch.accelerator, "device_count", lambda: devices)
+
+
+class _Guard(nullcontext[None]):
+    """A context in which a device is the current one."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__()
+
+
+class _Generator(torch.Generator):
+    """A generator for a device, of which nothing is drawn there."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        made = super().__new__(cls, "cpu" if is_cuda(device) else device)
+        made._device = _CUDA if is_cuda(device) else torch.device(device)
+        return made
+
+    _device: torch.device
+    device = property(lambda self: self._device)  # type: ignore[assignment]
+
+
+def _statistics(recorder: Recorder) -> dict[str, int]:
+    found: dict[str, int] = defaultdict(int)
+    for name in ("allocated", "active", "reserved", "requested"):
+        found[f"{name}_bytes.all.current"] = recorder.in_use
+        found[f"{name}_bytes.all.peak"] = recorder.peak
+    return found
 
 
 __all__ = ["Face", "is_on_device", "is_ours", "ours", "show"]

@@ -92,6 +92,9 @@ class ProgramWatch(Watch):
             return NotImplemented  # a sharded tensor, say: its plain parts come next
         if is_cuda(kwargs.get("device")):  # of a function of torch that asks for a tensor's device
             kwargs["device"] = fake_device.device()
+        if kwargs.pop("pin_memory", False):  # memory of the host that the device copies to, or from
+            with self._mode:
+                return func(*args, **kwargs)
         if not (FakeTensor in types or any(map(_is_fake, types)) or is_ours(kwargs.get("device"))):
             return func(*args, **kwargs)
         facts = self._known_facts.get(func)

@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.planner.programs.device import is_ours
+from torchtune_adaptive.planner.programs.device import is_on_device, is_ours
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.private import (
     let_make,
@@ -51,8 +52,14 @@ class Models:
         torch.__future__.set_swap_module_params_on_conversion(True)
         put(torch.utils, "swap_tensors", partial(swap_tensors, torch.utils.swap_tensors))
         of_modules(self._applied)
+        register_module_parameter_registration_hook(self._registered)
         imports.call("transformers.modeling_utils", self._of_transformers)
         imports.call("transformers.generation.utils", _of_generation)
+
+    def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        """A model may be made on the device. It is not complete yet, so it keeps all its layers."""
+        if self._shorten is None and parameter is not None and is_on_device(parameter):
+            self._shorten = self._begin()
 
     def _applied(self, module: nn.Module, function: Any, apply: Callable[[], Any]) -> Any:
         """Convert or move the tensors of a module."""

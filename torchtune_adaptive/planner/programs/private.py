@@ -76,6 +76,8 @@ def of_modules(apply: Callable[..., Any]) -> None:
 def have_parts_of_cuda() -> None:
     """Let torch have what a build for CUDA has and other libraries take as they are imported: bitsandbytes
     (0.50) and Triton (3.7)."""
+    for name in ("_record_memory_history", "_dump_snapshot"):  # which the documentation has
+        setattr(torch.cuda.memory, name, lambda *_, **__: None)
     torch._C._cuda_getCurrentRawStream = lambda *_: 0
 
 
