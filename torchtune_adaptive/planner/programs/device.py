@@ -38,7 +38,6 @@ class Face(TorchFunctionMode):
     def __init__(self, watch: ProgramWatch, assumed: Assumed) -> None:
         super().__init__()
         self._watch, self._assumed = watch, assumed
-        watch.face = self
         self._instead: dict[Any, Callable[..., Any]] = {
             _Tensor.item: self._item,
             _Tensor.tolist: self._list,

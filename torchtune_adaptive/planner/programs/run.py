@@ -34,7 +34,7 @@ from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import NotRegular, RecordedStep
 from torchtune_adaptive.planner.private import replaced
-from torchtune_adaptive.planner.programs import autocast, device, kernels, quantized
+from torchtune_adaptive.planner.programs import autocast, device, kernels, quantized, registered
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import ProgramWatch
 from torchtune_adaptive.planner.programs.loader import Loader
@@ -149,6 +149,7 @@ class ProgramRun:
         """Run the program to its end; a fork leaves before."""
         imports = WhenImported()
         recorder = self._tracer.recorder
+        face = device.Face(self._tracer.watch, self._assumed)  # type: ignore[arg-type]
         self._surroundings.follow(imports)
         device.show(self.program.gpu, 1, recorder)
         autocast.allow()
@@ -157,8 +158,8 @@ class ProgramRun:
         self._models.follow(imports)
         self._steps.follow()
         self._loader.follow()
+        registered.follow(face)
         imports.call("transformers.masking_utils", lambda it: put(it, "is_tracing", _no))
-        face = device.Face(self._tracer.watch, self._assumed)  # type: ignore[arg-type]
         replacements = [
             (owner, name, autocast.in_lower_type(value) if name == _ATTENTION else value)
             for owner, name, value in self._tracer.replacements()
