@@ -30,9 +30,7 @@ def by_running(name: str, folder: Path) -> int:
 def by_settings(name: str, folder: Path) -> int:
     case = CASES[name]
     settings = {key: value for key, value in case.items() if key not in NOT_SETTINGS}
-    step = TransformersStep(
-        folder=str(folder), max_length=case.get("length", LENGTH), **settings
-    )
+    step = TransformersStep(folder=str(folder), max_length=case.get("length", LENGTH), **settings)
     rows = step.per_device_train_batch_size
     return step.plan(gpu=GPU.name, ceiling=rows, cache=False).allocated
 

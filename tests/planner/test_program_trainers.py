@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,23 +16,19 @@ from tests.helpers.real_trainers import CASES
 pytestmark = [pytest.mark.exhaustive, pytest.mark.runs]
 
 HELPERS = Path(__file__).parents[1] / "helpers"
-DIFFERENT = {
-    name: "only tokens of completions have logits on GPUs, and settings give all of them"
-    for name, case in CASES.items()
-    if case["trainer"] == "DPOTrainer"
-}
-"""Cases that a program plans otherwise, and rightly."""
-PARTS = 12
+PARTS = 20
 """A few cases each, as a case takes a minute."""
 
 
-def is_alone(name: str) -> bool:
-    """Whether a case has one device, and needs neither Liger nor FlashAttention."""
+def is_compared(case: dict[str, Any]) -> bool:
+    """Whether a case has one device, needs neither Liger nor FlashAttention, and has no experts one by one,
+    whose tokens follow from weights."""
     others = ("ranks", "use_liger_kernel", "packing", "padding_free")
-    return not any(CASES[name].get(other) for other in others)
+    is_one_by_one = case.get("experts_implementation") == "eager"
+    return not is_one_by_one and not any(case.get(other) for other in others)
 
 
-NAMES = [name for name in CASES if is_alone(name) and name not in DIFFERENT]
+NAMES = [name for name, case in CASES.items() if is_compared(case)]
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -51,4 +48,8 @@ def test_programs_take_what_their_settings_say(part: int, beside_trl: Path, tmp_
     results = json.loads(done.stdout.splitlines()[-1])
     assert results.keys() == {*names}
     for name, (run, known) in results.items():
-        assert run == pytest.approx(known, rel=0.001), name
+        # On GPUs only tokens of completions have logits, and settings are taken to give them to all tokens.
+        if CASES[name]["trainer"] == "DPOTrainer" and run < known:
+            assert run > 0.75 * known, name
+        else:
+            assert run == pytest.approx(known, rel=0.001), name

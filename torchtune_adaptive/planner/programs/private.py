@@ -41,7 +41,7 @@ def parts_of(operation: Any) -> Callable[..., Any] | None:
     has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, operation.name()
     if has_kernel(name, "CPU") or has_kernel(name, "PrivateUse1") or not operation._can_decompose():
         return None
-    return operation.decompose  # type: ignore[no-any-return]
+    return operation.decompose
 
 
 @contextmanager
