@@ -53,7 +53,6 @@ class Face(TorchFunctionMode):
     def __init__(self, watch: ProgramWatch, assumed: Assumed) -> None:
         super().__init__()
         self._watch, self._assumed = watch, assumed
-        watch.face = self
         self._instead: dict[Any, Callable[..., Any]] = {
             _Tensor.item: self._item,
             _Tensor.tolist: self._list,
@@ -200,13 +199,13 @@ def show(gpu: Gpu, devices: int, recorder: Recorder) -> None:
         **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated")),
         **dict.fromkeys(("set_rng_state", "set_rng_state_all", "set_per_process_memory_fraction")),
     }
-    functions = {
-        name: lambda *_, answer=answer, **__: answer for name, answer in answers.items()
-    }
+    functions = {name: lambda *_, answer=answer, **__: answer for name, answer in answers.items()}
     for name in ("memory_allocated", "memory_reserved"):
         functions[name] = lambda *_, **__: recorder.in_use
         functions[f"max_{name}"] = lambda *_, **__: recorder.peak
-    functions["memory_summary"] = lambda *_, **__: f"{recorder.in_use} bytes, at most {recorder.peak}"
+    functions["memory_summary"] = lambda *_, **__: (
+        f"{recorder.in_use} bytes, at most {recorder.peak}"
+    )
     functions["memory_stats"] = lambda *_, **__: _statistics(recorder)
     functions["mem_get_info"] = lambda *_, **__: (gpu.total - recorder.in_use, gpu.total)
     for name, function in functions.items():
@@ -217,7 +216,9 @@ def show(gpu: Gpu, devices: int, recorder: Recorder) -> None:
     put(cuda, "get_rng_state_all", lambda *_: [])
     put(cuda, "device", _Guard)
     put(torch, "Generator", _Generator)
-    put(_Tensor, "record_stream", lambda *_: None)  # would delay the release until another stream is done
+    put(
+        _Tensor, "record_stream", lambda *_: None
+    )  # would delay the release until another stream is done
     for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
         put(cuda.nvtx, name, lambda *_: 0)
     put(cuda, "Stream", fake_device.FakeStream)

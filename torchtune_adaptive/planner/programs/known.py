@@ -8,7 +8,6 @@ padding.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from torchtune_adaptive.planner.private import (
     tree_map_only,
 )
 from torchtune_adaptive.planner.programs import registered
+from torchtune_adaptive.planner.programs.private import parts_of
 from torchtune_adaptive.planner.programs.unknown import Assumed
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
@@ -68,7 +68,7 @@ class _Facts(NamedTuple):
     """Whether values decide the shape of the result, or are the result."""
     like: int | None
     kernel: Any
-    """What a library has for it, in Python."""
+    """What does it by others: a library's kernel in Python, or torch where autograd has not before."""
 
     def forget(self, args: Any, kwargs: Any) -> None:
         """Forget the values of arguments that are changed."""
@@ -83,8 +83,6 @@ class ProgramWatch(Watch):
         super().__init__(recorder, mode)
         self._mode, self._assumed = mode, assumed
         self._known_facts: dict[Any, _Facts] = {}
-        self.face: AbstractContextManager[Any] = nullcontext()
-        """Context in which functions of torch take ``cuda`` for the fake device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -101,7 +99,7 @@ class ProgramWatch(Watch):
         if facts is None:
             facts = self._known_facts[func] = _facts(func)
         if facts.kernel is not None:
-            return self._launched(facts, args, kwargs)
+            return self._by_others(facts, args, kwargs)
         if func is _TO and not isinstance(args[0], FakeTensor):
             return self._from_host(*args, **kwargs)
         if func in _INDEXED:
@@ -123,10 +121,10 @@ class ProgramWatch(Watch):
             facts.forget(args, kwargs)
         return result
 
-    def _launched(self, facts: _Facts, args: Any, kwargs: Any) -> Any:
-        """The result of an operation of a library's own: its kernel is in Python, and what that does is seen."""
+    def _by_others(self, facts: _Facts, args: Any, kwargs: Any) -> Any:
+        """The result of an operation by others, each of which is seen."""
         facts.forget(args, kwargs)
-        with self, self.face:
+        with self:
             return facts.kernel(*args, **kwargs)
 
     def value(self, tensor: torch.Tensor, what: str = "the value of a tensor") -> Any:
@@ -287,9 +285,8 @@ def _facts(func: Any) -> _Facts:
     )
     like = _LIKE.get(name)
     decide = bool(_VALUES_DECIDE & tags) and name != "_local_scalar_dense"
-    return _Facts(
-        writes, computable, decide, like, registered.kernel_of(schema.name, schema.overload_name)
-    )
+    kernel = parts_of(func) if func.namespace == "aten" else registered.kernel_of(func.name())
+    return _Facts(writes, computable, decide, like, kernel)
 
 
 def _is_small(result: Any) -> bool:

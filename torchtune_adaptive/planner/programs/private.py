@@ -48,6 +48,14 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def parts_of(operation: Any) -> Callable[..., Any] | None:
+    """What does an operation by the others that it consists of; None if there are kernels for it."""
+    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, operation.name()
+    if has_kernel(name, "CPU") or has_kernel(name, "PrivateUse1") or not operation._can_decompose():
+        return None
+    return operation.decompose
+
+
 @contextmanager
 def without(key: str) -> Iterator[None]:
     """A context in which kernels of a dispatch key are passed over."""
@@ -100,8 +108,8 @@ def swap_tensors(before: Callable[[Any, Any], None], one: Any, other: Any) -> No
 
 
 def let_subclass() -> None:
-    """Let subclasses of tensors that libraries make of plain ones, such as the weights of bitsandbytes (0.50),
-    be made of fake ones as well, and be fake; and let the data of a fake tensor move to another device."""
+    """Let subclasses of tensors that libraries make of plain ones, as bitsandbytes (0.50) has for weights, be
+    made of fake ones as well, and be fake; and let the data of a fake tensor move to another device."""
     before, data_of = torch.Tensor._make_subclass, torch.Tensor.data
 
     def made(kind: Any, data: Any, requires_grad: bool = False, **options: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,25 +27,30 @@ _pointed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDict
 """Tensors by the pointers to them."""
 
 
-def follow() -> None:
-    """Have kernels from now on."""
+def follow(face: AbstractContextManager[Any]) -> None:
+    """Have kernels from now on, which run where functions of torch take ``cuda`` for the fake device."""
     register = torch.library.register_kernel
 
     def registered(operation: Any, places: Any, kernel: Any = None, /, **options: Any) -> Any:
         if kernel is None:
             return functools.partial(registered, operation, places, **options)
         name = operation if isinstance(operation, str) else operation.name()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with face:
+                return kernel(*args, **kwargs)
+
         for place in {places} if places is None or isinstance(places, str) else {*places}:
-            _kernels.setdefault(name, {})[place] = kernel
+            _kernels.setdefault(name, {})[place] = run
         return register(operation, places, kernel, **options) or kernel
 
     put(torch.library, "register_kernel", registered)
     put(FakeTensor, "data_ptr", _pointer)
 
 
-def kernel_of(name: str, overload: str) -> Callable[..., Any] | None:
+def kernel_of(name: str) -> Callable[..., Any] | None:
     """The kernel that an operation has on GPUs; None if no library has one in Python."""
-    found = _kernels.get(f"{name}.{overload}" if overload else name, {})
+    found = _kernels.get(name, {})
     return next((found[place] for place in _WHERE if place in found), None)
 
 

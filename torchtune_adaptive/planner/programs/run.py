@@ -38,6 +38,7 @@ from torchtune_adaptive.planner.programs import (
     kernels,
     quantized,
     ranks,
+    registered,
 )
 from torchtune_adaptive.planner.programs.forks import Asked, Fork, IsFork, forked
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
@@ -198,6 +199,7 @@ class ProgramRun:
         """Run the program to its end; a fork leaves before."""
         imports = WhenImported()
         recorder = self._tracer.recorder
+        face = device.Face(self._tracer.watch, self._assumed)  # type: ignore[arg-type]
         self._surroundings.follow(imports)
         commands.follow(imports)
         hub.follow(imports)
@@ -209,8 +211,8 @@ class ProgramRun:
         self._models.follow(imports)
         self._steps.follow()
         self._loader.follow(imports)
+        registered.follow(face)
         imports.call("transformers.masking_utils", lambda it: put(it, "is_tracing", _no))
-        face = device.Face(self._tracer.watch, self._assumed)  # type: ignore[arg-type]
         let_backward_run_in(face)
         replacements = [
             (owner, name, autocast.in_lower_type(value) if name == _ATTENTION else value)

@@ -1,0 +1,55 @@
+"""Plans of programs that use real trainers are those that the trainers' settings give."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.real_trainers import CASES
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.runs]
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+PARTS = 20
+"""A few cases each, as a case takes a minute."""
+
+
+def is_compared(case: dict[str, Any]) -> bool:
+    """Whether a case has one device, needs neither Liger nor FlashAttention, and has no experts one by one,
+    whose tokens follow from weights."""
+    others = ("ranks", "use_liger_kernel", "packing", "padding_free")
+    is_one_by_one = case.get("experts_implementation") == "eager"
+    return not is_one_by_one and not any(case.get(other) for other in others)
+
+
+NAMES = [name for name, case in CASES.items() if is_compared(case)]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_programs_take_what_their_settings_say(part: int, beside_trl: Path, tmp_path: Path) -> None:
+    for name in ("program_trainer.py", "real_programs.py", "real_trainers.py"):
+        shutil.copy(HELPERS / name, tmp_path)
+    names = NAMES[part::PARTS]
+    done = subprocess.run(
+        [beside_trl, "real_programs.py", *names],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert results.keys() == {*names}
+    for name, (run, known) in results.items():
+        # On GPUs only tokens of completions have logits, and settings are taken to give them to all tokens.
+        if CASES[name]["trainer"] == "DPOTrainer" and run < known:
+            assert run > 0.75 * known, name
+        else:
+            assert run == pytest.approx(known, rel=0.001), name
