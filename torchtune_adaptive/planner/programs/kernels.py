@@ -137,15 +137,28 @@ class _Kernel(_Anything):
         self(*arguments, **options)
 
 
+class _Constant(_Anything):
+    """A number, or what else a kernel is compiled for."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
 class _Module(ModuleType):
     """A module of Triton."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in ("JITFunction", "Autotuner", "Heuristics"):
-            return _Kernel
-        return _Anything if name[0].isupper() else _Anything()
+        found: Any = _KINDS.get(name) or (_Anything if name[0].isupper() else _Anything())
+        setattr(self, name, found)
+        return found
+
+
+_KINDS = {
+    "constexpr": _Constant,
+    **dict.fromkeys(("JITFunction", "Autotuner", "Heuristics"), _Kernel),
+}
 
 
 def _module(name: str) -> ModuleType:
