@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.memory.gpus import Gpu
 from torchtune_adaptive.planner.programs import flash, registered
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
@@ -111,6 +112,12 @@ class _Anything:
         if isinstance(described, _Kernel):
             return described
         return _Kernel(described) if isfunction(described) else self
+
+    def __iter__(self) -> Any:
+        raise NoPrediction(
+            "triton: is not installed, and the program asks it for more than to launch kernels. Install it "
+            f"beside torch (pip install triton=={_VERSION}), which needs no GPU."
+        )
 
     def __or__(self, _: Any) -> Any:  # in what is said about types
         return self
