@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.memory.gpus import Gpu
 from torchtune_adaptive.planner.programs import flash, registered
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
@@ -112,6 +113,12 @@ class _Anything:
             return described
         return _Kernel(described) if isfunction(described) else self
 
+    def __iter__(self) -> Any:
+        raise NoPrediction(
+            "triton: is not installed, and the program asks it for more than to launch kernels. Install it "
+            f"beside torch (pip install triton=={_VERSION}), which needs no GPU."
+        )
+
     def __or__(self, _: Any) -> Any:  # in what is said about types
         return self
 
@@ -137,15 +144,28 @@ class _Kernel(_Anything):
         self(*arguments, **options)
 
 
+class _Constant(_Anything):
+    """A number, or what else a kernel is compiled for."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
 class _Module(ModuleType):
     """A module of Triton."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in ("JITFunction", "Autotuner", "Heuristics"):
-            return _Kernel
-        return _Anything if name[0].isupper() else _Anything()
+        found: Any = _KINDS.get(name) or (_Anything if name[0].isupper() else _Anything())
+        setattr(self, name, found)
+        return found
+
+
+_KINDS = {
+    "constexpr": _Constant,
+    **dict.fromkeys(("JITFunction", "Autotuner", "Heuristics"), _Kernel),
+}
 
 
 def _module(name: str) -> ModuleType:

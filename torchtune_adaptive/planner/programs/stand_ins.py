@@ -17,8 +17,8 @@ from typing import Any
 
 
 class StandIn(DistributionFinder, MetaPathFinder, Loader):
-    """Finds a package, of which ``module`` makes modules by their names, or None where there is no such. It is
-    installed by the name of its ``distribution``."""
+    """Finds a package, of which ``module`` makes modules by their names, or None where there is no such. The
+    name by which it is installed is that of its ``distribution``."""
 
     def __init__(
         self, distribution: str, version: str, package: str, module: Callable[[str], Any]
