@@ -108,8 +108,8 @@ def swap_tensors(before: Callable[[Any, Any], None], one: Any, other: Any) -> No
 
 
 def let_subclass() -> None:
-    """Let subclasses of tensors that libraries make of plain ones, as bitsandbytes (0.50) has for weights, be
-    made of fake ones as well, and be fake; and let the data of a fake tensor move to another device."""
+    """Let tensors have fake data: subclasses that libraries make of tensors, as bitsandbytes (0.50) has for
+    weights, may be made of fake ones; and a tensor whose data becomes fake, or moves, becomes fake itself."""
     before, data_of = torch.Tensor._make_subclass, torch.Tensor.data
 
     def made(kind: Any, data: Any, requires_grad: bool = False, **options: Any) -> torch.Tensor:
@@ -119,21 +119,25 @@ def let_subclass() -> None:
         tensor.__class__ = _fake_kind(kind)
         return tensor.requires_grad_(requires_grad)
 
-    def moved(tensor: Any, data: Any) -> None:
-        if torch._has_compatible_shallow_copy_type(tensor, data):
+    def set_data(tensor: Any, data: Any) -> None:
+        compatible = torch._has_compatible_shallow_copy_type(tensor, data)
+        if not isinstance(data, FakeTensor) or (compatible and isinstance(tensor, FakeTensor)):
             data_of.__set__(tensor, data)  # type: ignore[attr-defined]
             return
-        other, trained = data.detach(), tensor.requires_grad
-        vars(tensor).update(vars(other))
-        torch._C._swap_tensor_impl(tensor, other)
-        tensor.requires_grad_(trained)
+        other = made(type(tensor), data, tensor.requires_grad)
+        vars(other).update({**vars(tensor), **vars(other)})
+        other._is_param = isinstance(tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
+        torch.utils.swap_tensors(tensor, other)
 
     torch.Tensor._make_subclass = staticmethod(made)  # type: ignore[assignment, method-assign]
-    FakeTensor.data = property(data_of.__get__, moved)  # type: ignore[assignment, attr-defined]
+    torch.Tensor.data = property(data_of.__get__, set_data)  # type: ignore[assignment, attr-defined]
 
 
 @functools.cache
 def _fake_kind(kind: Any) -> Any:
+    """The kind of fake tensors that are of this kind as well."""
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return FakeTensor
     if issubclass(kind, FakeTensor):
         return kind
     return type(kind)(kind.__name__, (kind, FakeTensor), {"detach": _detach_alike})

@@ -6,6 +6,7 @@ and multiplies with them. Checked with bitsandbytes 0.50 and transformers 5.23.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from torchtune_adaptive.planner.programs.private import let_subclass
 from torchtune_adaptive.planner.programs.unknown import Assumed
 from torchtune_adaptive.planner.trace.weights import fill
 
-_METHOD = "bitsandbytes"
+_METHOD, _OPTION = "bitsandbytes", "quantization_config"
 
 
 class _Library:
@@ -109,23 +110,26 @@ def quantizer_of(modeling: Any, config: Any, options: dict[str, Any]) -> Quantiz
     Raises:
         NoPrediction: it is not bitsandbytes.
     """
-    asked = options.get("quantization_config") or getattr(config, "quantization_config", None)
-    if asked is None:
+    of_files, of_program = vars(config).pop(_OPTION, None), options.get(_OPTION)
+    asked = [one for one in (of_files, of_program) if one]
+    named = [one if isinstance(one, dict) else vars(one) for one in asked]
+    if not asked or any(one.get("dequantize") for one in named):
         return None
-    named = asked if isinstance(asked, dict) else asked.to_dict()
-    if named.get("dequantize"):
-        del config.quantization_config
-        return None
-    method = named.get("quant_method") or _METHOD
+    method = named[0].get("quant_method") or _METHOD
     if (method := str(getattr(method, "value", method))) != _METHOD:
         raise NoPrediction(
-            f"quantization_config: weights quantized by {method} are not planned. Plan the program with "
-            "weights of 16 bits, or with a BitsAndBytesConfig."
+            f"{_OPTION}: weights quantized by {method} are not planned. Plan the program with weights of "
+            "16 bits, or with a BitsAndBytesConfig."
         )
-    # Weights that are in files already quantized come to be the same.
-    config.quantization_config = None
-    found = modeling.get_hf_quantizer(config, asked, options.get("device_map"), None, {})
-    return Quantizer(found[0])
+    # Weights that have few bits in files already come to be the same.
+    found = modeling.get_hf_quantizer(config, asked[0], options.get("device_map"), None, {})[0]
+    if not hasattr(found, "get_quantize_ops"):
+        version = importlib.metadata.version("transformers")
+        raise NoPrediction(
+            f"{_OPTION}: transformers {version} loads weights of few bits in another way than is planned. "
+            "Plan the program with transformers 5."
+        )
+    return Quantizer(found)
 
 
 def _put(model: nn.Module, name: str, weight: Any) -> None:
