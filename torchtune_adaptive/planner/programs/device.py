@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -37,7 +36,6 @@ from torchtune_adaptive.planner.trace.recorder import Recorder
 _CUDA = torch.device("cuda", 0)
 _CUDA_VERSION = "12.8"
 _Tensor = torch.Tensor
-_PUT_DATA = _Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 """Functions that make a tensor of numbers, which are on the host."""
 
@@ -66,8 +64,6 @@ class Face(TorchFunctionMode):
             _Tensor.cuda: lambda tensor, *_, **__: tensor.to(_CUDA),
             _Tensor.pin_memory: lambda tensor, *_: tensor,
             _Tensor.is_cuda.__get__: lambda tensor: is_on_device(tensor),  # type: ignore
-            _PUT_DATA: _put_data,
-            _Tensor.data_ptr: lambda tensor: id(tensor.untyped_storage()),
             _Tensor.get_device: lambda tensor: 0 if is_on_device(tensor) else -1,
             **{one: self._finite(one, False) for one in (torch.isnan, torch.isinf)},
             **{one: self._finite(one, False) for one in (_Tensor.isnan, _Tensor.isinf)},
@@ -126,19 +122,6 @@ class Face(TorchFunctionMode):
             return result
 
         return answer
-
-
-def _put_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Let a tensor have the data of another one, which may be on another device."""
-    if type(tensor) is type(value) and device_of(tensor) == device_of(value):  # type: ignore[arg-type]
-        _PUT_DATA(tensor, value)
-        return
-    value = value.detach().requires_grad_(tensor.requires_grad)
-    if isinstance(tensor, nn.Parameter):
-        value = nn.Parameter(value, tensor.requires_grad)
-    others = {name: one for name, one in vars(tensor).items() if name not in vars(value)}
-    torch.utils.swap_tensors(tensor, value)
-    vars(tensor).update(others)
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
@@ -216,9 +199,7 @@ def show(gpu: Gpu, devices: int, recorder: Recorder) -> None:
     put(cuda, "get_rng_state_all", lambda *_: [])
     put(cuda, "device", _Guard)
     put(torch, "Generator", _Generator)
-    put(
-        _Tensor, "record_stream", lambda *_: None
-    )  # would delay the release until another stream is done
+    put(_Tensor, "record_stream", lambda *_: None)  # would delay a release until a stream is done
     for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
         put(cuda.nvtx, name, lambda *_: 0)
     put(cuda, "Stream", fake_device.FakeStream)
@@ -242,12 +223,12 @@ class _Generator(torch.Generator):
     """A generator for a device, of which nothing is drawn there."""
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
-        made = super().__new__(cls, "cpu" if is_cuda(device) else device)
+        made: _Generator = super().__new__(cls, "cpu" if is_cuda(device) else device)  # type: ignore[call-arg]
         made._device = _CUDA if is_cuda(device) else torch.device(device)
         return made
 
     _device: torch.device
-    device = property(lambda self: self._device)  # type: ignore[assignment]
+    device = property(lambda self: self._device)
 
 
 def _statistics(recorder: Recorder) -> dict[str, int]:

@@ -43,7 +43,7 @@ _INDEXED = {
 }
 
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 class _Known:
@@ -86,7 +86,7 @@ class ProgramWatch(Watch):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
-        if not _PLAIN.issuperset(types):
+        if any(not issubclass(kind, FakeTensor) and kind not in _PLAIN for kind in types):
             return NotImplemented  # a sharded tensor, say: its plain parts come next
         if is_cuda(kwargs.get("device")):  # of a function of torch that asks for a tensor's device
             kwargs["device"] = fake_device.device()
