@@ -197,7 +197,8 @@ def show(gpu: Gpu, devices: int, recorder: Recorder) -> None:
                 put(owner, name, function)
     put(cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8))
     put(cuda, "get_rng_state_all", lambda *_: [])
-    put(cuda, "device", _Guard)
+    for name in ("device", "device_of"):
+        put(cuda, name, _Guard)
     put(torch, "Generator", _Generator)
     put(_Tensor, "record_stream", lambda *_: None)  # would delay a release until a stream is done
     for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
