@@ -14,7 +14,7 @@ from pathlib import Path
 from real_trainers import CASES, LENGTH, NOT_SETTINGS, shape_of
 
 from torchtune_adaptive import TransformersStep
-from torchtune_adaptive.planner import gpus, planned_gpu
+from torchtune_adaptive.planner import DeviceLimits, gpus, planned_gpu
 from torchtune_adaptive.planner.programs import Program, plan_program
 
 GPU = gpus.gpu("h100-80gb")
@@ -22,9 +22,13 @@ GPU = gpus.gpu("h100-80gb")
 
 def by_running(name: str, folder: Path) -> int:
     script = Path(__file__).parent / "program_trainer.py"
-    device, _ = planned_gpu(GPU, 1, 0.05)
-    program = Program((str(script), str(folder), name), GPU)
-    return plan_program(program, [(device, None)], timeout=600).answers[0].peak.allocated
+    ranks = CASES[name].get("ranks", 1)
+    program = Program((str(script), str(folder), name), GPU, ranks=ranks)
+    return plan_program(program, on_gpu, timeout=600).answers[0].peak.allocated
+
+
+def on_gpu(ranks: int) -> list[tuple[DeviceLimits, None]]:
+    return [(planned_gpu(GPU, ranks, 0.05)[0], None)]
 
 
 def by_settings(name: str, folder: Path) -> int:

@@ -352,7 +352,7 @@ def rows_for(trainer: str, length: int = LENGTH) -> Any:
         "SFTTrainer": {"text": whole},
         "DPOTrainer": {"prompt": half, "chosen": f" {whole}", "rejected": f" {whole}"},
     }[trainer]
-    return Dataset.from_list([row] * 16)
+    return Dataset.from_list([row] * 64)
 
 
 def attend_without_mask(model: Any) -> None:

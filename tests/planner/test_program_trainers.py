@@ -21,11 +21,8 @@ PARTS = 20
 
 
 def is_compared(case: dict[str, Any]) -> bool:
-    """Whether a case has one device, needs neither Liger nor FlashAttention, and has no experts one by one,
-    whose tokens follow from weights."""
-    others = ("ranks", "use_liger_kernel", "packing", "padding_free")
-    is_one_by_one = case.get("experts_implementation") == "eager"
-    return not is_one_by_one and not any(case.get(other) for other in others)
+    """Whether a case needs no Liger, and has no experts one by one, whose tokens follow from weights."""
+    return not case.get("use_liger_kernel") and case.get("experts_implementation") != "eager"
 
 
 NAMES = [name for name, case in CASES.items() if is_compared(case)]
@@ -51,5 +48,7 @@ def test_programs_take_what_their_settings_say(part: int, beside_trl: Path, tmp_
         # On GPUs only tokens of completions have logits, and settings are taken to give them to all tokens.
         if CASES[name]["trainer"] == "DPOTrainer" and run < known:
             assert run > 0.75 * known, name
+        elif CASES[name].get("fsdp"):  # settings have more of what is gathered at the peak
+            assert 0.95 * known < run < 1.001 * known, name
         else:
             assert run == pytest.approx(known, rel=0.001), name

@@ -228,7 +228,7 @@ class ProgramRun:
         except BaseException as error:
             self._failed(error)
         if self._asked is not None:
-            self._finish()
+            self._finish(ended=True)
 
     def _compiled(self, function: Any = None, **_: Any) -> Any:
         """What is compiled, as it is written; noted when it runs in a step."""
@@ -258,7 +258,7 @@ class ProgramRun:
             raise reason from None
         self._leave(reason)
 
-    def _finish(self) -> None:
+    def _finish(self, ended: bool = False) -> None:
         """Send what has been recorded, and end."""
         if not self._steps.complete:
             self._leave(
@@ -270,6 +270,8 @@ class ProgramRun:
         try:
             start_up, step = self._steps.recorded
         except NotRegular as reason:
+            if self._steps.may_go_on and not ended:
+                return
             self._leave(NoPrediction(f"{self.program.name}: {reason}, so its steps do not repeat."))
         assert self._shortening is not None
         how = self._loader.seen, self._compiles, kernels.uncounted()

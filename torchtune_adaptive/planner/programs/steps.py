@@ -31,7 +31,8 @@ from torchtune_adaptive.planner.trace.recorder import Recorder
 from torchtune_adaptive.planner.trace.step_tracer import StepTracer, state_of, update_at_once
 
 WANTED = 3
-"""The number of steps that a program takes."""
+"""The number of steps that a program takes, if these repeat."""
+_MOST = 8
 _FORWARD, _BACKWARD, _UPDATE = "forward", "backward", "optimizer step"
 
 
@@ -87,6 +88,11 @@ class Steps:
     def begun(self) -> bool:
         """Whether the first step has begun."""
         return bool(self._parts)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a further step may be like another one: an epoch may have ended in these."""
+        return len(self._parts) < _MOST
 
     @property
     def complete(self) -> bool:
@@ -156,9 +162,8 @@ class Steps:
         self._parts.append(part)
         gc.disable()  # or when reference cycles are freed would depend on chance
         gc.freeze()
-        if len(self._parts) == 1 + WANTED:
+        if len(self._parts) > WANTED:
             self._finished()
-            return
         recorder = self._recorder
         self._log = recorder.log = OperationLog(
             recorder.device.type, recorder.block_of, recorder.phase, lambda: 0
