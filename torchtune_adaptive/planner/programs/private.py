@@ -100,7 +100,7 @@ def let_subclass() -> None:
             return
         other = made(type(tensor), data, tensor.requires_grad)
         vars(other).update({**vars(tensor), **vars(other)})
-        other._is_param = isinstance(tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
+        other._is_param = isinstance(tensor, torch.nn.Parameter)
         torch.utils.swap_tensors(tensor, other)
 
     torch.Tensor._make_subclass = staticmethod(made)  # type: ignore[assignment, method-assign]
