@@ -253,12 +253,12 @@ class _Generator(torch.Generator):
     """A generator for a device, of which nothing is drawn there."""
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
-        made = super().__new__(cls, "cpu" if is_cuda(device) else device)
+        made = super().__new__(cls, "cpu" if is_cuda(device) else device)  # type: ignore[call-arg]
         made._device = _CUDA if is_cuda(device) else torch.device(device)
         return made
 
     _device: torch.device
-    device = property(lambda self: self._device)  # type: ignore[assignment]
+    device = property(lambda self: self._device)
 
 
 def _statistics(recorder: Recorder) -> dict[str, int]:
