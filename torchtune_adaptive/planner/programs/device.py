@@ -86,6 +86,7 @@ class Face(TorchFunctionMode):
         if (device := kwargs.get("device")) is not None:
             kwargs = {**kwargs, "device": (place := ours(device))}
             if func in _OF_DATA and is_ours(place):
+                args = self._numbers(args[0]), *args[1:]
                 return func(*args, **{**kwargs, "device": "cpu"}).to(place)
         return func(*args, **kwargs)
 
@@ -101,6 +102,12 @@ class Face(TorchFunctionMode):
             return self._item(tensor)
         return [self._list(one) for one in tensor.detach()]
 
+    def _numbers(self, data: Any) -> Any:
+        """Data of which a tensor is made, and in which there may be tensors of the device."""
+        if type(data) in (list, tuple):
+            return [self._numbers(one) for one in data]
+        return self._list(data) if type(data) is FakeTensor and not data.dim() else data
+
     def _number(self, kind: type) -> Callable[..., Any]:
         def number(tensor: torch.Tensor, *_: Any) -> Any:
             return kind(self._watch.value(tensor))
@@ -109,7 +116,11 @@ class Face(TorchFunctionMode):
 
     def _array(self, tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         values = values_of(tensor)
-        if values is None:
+        if (
+            values is None and not torch.is_grad_enabled()
+        ):  # an evaluation's, which take no memory here
+            values = torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+        elif values is None:
             values = self._assumed.value("the values of a tensor (numpy)")
         return torch.as_tensor(values).numpy(*arguments, **options)
 
@@ -224,7 +235,7 @@ class _Generator(torch.Generator):
     """A generator for a device, of which nothing is drawn there."""
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
-        made: _Generator = super().__new__(cls, "cpu" if is_cuda(device) else device)  # type: ignore[call-arg]
+        made = super().__new__(cls, "cpu" if is_cuda(device) else device)  # type: ignore[call-arg]
         made._device = _CUDA if is_cuda(device) else torch.device(device)
         return made
 

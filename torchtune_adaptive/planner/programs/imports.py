@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -21,7 +22,7 @@ class WhenImported(MetaPathFinder):
     """Calls functions with modules of the program when it has imported them."""
 
     def __init__(self) -> None:
-        self._functions: dict[str, Callable[[Any], None]] = {}
+        self._functions: defaultdict[str, list[Callable[[Any], None]]] = defaultdict(list)
         sys.meta_path.insert(0, self)
 
     def call(self, module: str, function: Callable[[Any], None]) -> None:
@@ -29,7 +30,7 @@ class WhenImported(MetaPathFinder):
         if module in sys.modules:
             function(sys.modules[module])
         else:
-            self._functions[module] = function
+            self._functions[module].append(function)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -43,10 +44,10 @@ class WhenImported(MetaPathFinder):
 
 
 class _Followed(Loader):
-    """A loader of a module, and a function that is called with it then."""
+    """A loader of a module, and functions that are called with it then."""
 
-    def __init__(self, loader: Any, function: Callable[[Any], None]) -> None:
-        self._loader, self._function = loader, function
+    def __init__(self, loader: Any, functions: Sequence[Callable[[Any], None]]) -> None:
+        self._loader, self._functions = loader, functions
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         made: ModuleType | None = self._loader.create_module(spec)
@@ -54,7 +55,8 @@ class _Followed(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        self._function(module)
+        for function in self._functions:
+            function(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

@@ -199,6 +199,8 @@ class ProgramWatch(Watch):
         values: torch.Tensor | None = None
         if _is_small(tensor):
             values = _TO(tensor, **{**options, "device": "cpu"})
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):  # as unknown numbers are
+                values = None
         like = tensor.to(device="meta", dtype=options.get("dtype"))
         return self._on_device(like if values is None else values, values)
 

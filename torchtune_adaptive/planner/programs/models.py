@@ -124,6 +124,13 @@ class Models:
                 return model, dict.fromkeys(_LOADING_INFO, ())
             return model
 
+        resize = modeling.PreTrainedModel.resize_token_embeddings
+
+        def resized(model: Any, *arguments: Any, **options: Any) -> Any:
+            """What is added to embeddings, not drawn by the mean of the others."""
+            return resize(model, *arguments[:2], **{**options, "mean_resizing": False})
+
+        put(modeling.PreTrainedModel, "resize_token_embeddings", resized)
         let_make(modeling.PreTrainedModel, without_weights)
         modeling.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 

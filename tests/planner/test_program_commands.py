@@ -1,0 +1,134 @@
+"""Plans of commands and trainers of other packages, in an environment that has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helpers.beside import ROOT
+from tests.helpers.hub import hub
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.runs]
+
+HELPERS = ROOT / "tests" / "helpers"
+MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "vocab_size": 8192,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 1,
+}
+PLANNED = ("SFT", "DPO", "KTO", "Reward", "CPO", "ORPO", "GKD lmbda=0.0")
+GENERATING = ("Distillation", "GRPO", "RLOO", "GKD", "A2PO", "GMPO", "IWOPD", "OnlineDPO")
+GENERATING += ("SDFT", "SDPO")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, beside_trl: Path) -> Path:
+    """A folder with a model without weights, a tokenizer and the programs."""
+    for name in ("program_trl.py", "real_trainers.py"):
+        shutil.copy(HELPERS / name, tmp_path)
+    made = "import real_trainers; real_trainers.tokenizer().save_pretrained('model')"
+    run(beside_trl, tmp_path, "-c", made)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+def run(
+    python: Path, folder: Path, *words: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    own = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "HF_HOME": str(folder / "hub")}
+    return subprocess.run(
+        [python, *words],
+        cwd=folder,
+        env={**os.environ, **own, "HF_HUB_OFFLINE": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def plan(python: Path, folder: Path, *words: str, **variables: str) -> dict[str, Any]:
+    options = ("-m", "torchtune_adaptive", "plan", "--gpu", "h100", "--json")
+    done = run(python, folder, *options, *words, **variables)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def test_the_command_of_trl(folder: Path, beside_trl: Path) -> None:
+    """By its name, as a module, and as the script that it launches."""
+    rows = [{"text": " ".join(["word"] * 100)} for _ in range(32)]
+    (folder / "data").mkdir()
+    (folder / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "model_name_or_path": "./model",
+        "dataset_name": "./data",
+        "per_device_train_batch_size": 4,
+        "report_to": "none",
+        "output_dir": "out",
+    }
+    (folder / "sft.yaml").write_text(yaml.safe_dump(settings))
+    before = {*folder.rglob("*")}
+    ways = [
+        ("trl", "sft", "--config", "sft.yaml"),
+        ("-m", "trl", "sft", "--config", "sft.yaml"),
+        ("-m", "trl.scripts.sft", "--config", "sft.yaml"),
+    ]
+    named, as_module, of_script = (plan(beside_trl, folder, *words) for words in ways)
+    assert named["rows"] == 4 and named["tokens_in_a_row"] == 101
+    assert named["peak"] == as_module["peak"] == of_script["peak"]
+    assert {*folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize("words", PLANNED)
+def test_trainers(words: str, folder: Path, beside_trl: Path) -> None:
+    found = plan(beside_trl, folder, "program_trl.py", "model", *words.split())
+    assert found["rows"] == 2 and found["peak"]["parts"]["optimizer state"]
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_trainers_that_generate_are_refused(name: str, folder: Path, beside_trl: Path) -> None:
+    done = run(
+        beside_trl, folder, "-m", "torchtune_adaptive", "plan", "program_trl.py", "model", name
+    )
+    assert done.returncode
+    said = done.stdout + done.stderr
+    assert "generates, and how long its texts become" in said, said[-3000:]
+
+
+FROM_HUB = """
+import torch
+from huggingface_hub import hf_hub_download
+from transformers import AutoModelForCausalLM
+
+hf_hub_download("org/model", "model.safetensors")
+model = AutoModelForCausalLM.from_pretrained("org/model", device_map="auto").half()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for _ in range(4):
+    tokens = torch.randint(0, 100, (2, 16), device="cuda")
+    model(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_weights_are_not_downloaded(folder: Path, beside_trl: Path) -> None:
+    (folder / "train.py").write_text(FROM_HUB)
+    with hub(model=MODEL) as server:
+        found = plan(beside_trl, folder, "train.py", HF_ENDPOINT=server.address, HF_HUB_OFFLINE="0")
+    assert found["peak"]["parts"]["parameters"]
+    assert [one for one in server.asked if one.startswith("GET")] == [
+        "GET /org/model/resolve/main/config.json"
+    ]
