@@ -101,9 +101,13 @@ def let_backward_run_in(context: AbstractContextManager[Any]) -> None:
     torch.autograd._engine_run_backward = run
 
 
+def _no_references(_: Any) -> list[Any]:
+    return []  # not a mock, which would hold what it is called with
+
+
 def swap_tensors(before: Callable[[Any, Any], None], one: Any, other: Any) -> None:
     """Swap two tensors, of which fake ones may be in a memo of their mode's, which holds no harm."""
-    with mock.patch.object(weakref, "getweakrefs", return_value=[]):
+    with mock.patch.object(weakref, "getweakrefs", new=_no_references):
         before(one, other)
 
 
