@@ -79,7 +79,7 @@ def test_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "1M tokens take",
         "On other devices (tokens/s per GPU):",
         f"program: {path}, run to its third step",
-        "rows: the longest of the 208 rows that were looked at, 64 tokens",
+        "rows: the longest of the 200 rows that were looked at, 64 tokens",
     ):
         assert text in said, said
     assert plan_command(asked(path, "--memory", "1GiB", "--json")) == 0

@@ -219,7 +219,9 @@ def _about(program: programs.Program, plan: programs.ProgramPlan) -> list[str]:
             row = f"{program.length} tokens, made of the longest of {among}"
         elif seen.tokens > 1:
             row += f", {counted(seen.tokens, 'token')}"
-        lines.append(f"rows: {row}; all rows of a batch are like it")
+        lines.append(
+            f"rows: {row}; a batch has such rows, and one that is shorter where rows differ"
+        )
         if seen.read:
             lines.append(
                 f"data: {seen.read:,} of the {seen.there:,} rows of the dataset, the longest among them"

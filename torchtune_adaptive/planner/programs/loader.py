@@ -1,4 +1,4 @@
-"""The batches of a program: made as it makes them, of as many rows as are asked for, all like the longest."""
+"""The batches of a program: made as it makes them, of as many rows as are asked for, of the longest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Loader:
 
     def __init__(self, steps: Steps, rows: int | None, length: int | None) -> None:
         self._steps, self.rows, self._length = steps, rows, length
-        self._longest: dict[int, tuple[Any, int, Any]] = {}
+        self._longest: dict[int, tuple[Any, Any, int, Any]] = {}
         self._data = Data()
         self.seen: Seen | None = None
 
@@ -67,25 +67,28 @@ class Loader:
             fetcher.collate_fn = collate
         if not isinstance(rows, list) or not rows:  # one row, which the program batches
             return collate(rows)
-        longest, looked_at = self._longest_of(fetcher.dataset, rows)
+        longest, shorter, looked_at = self._longest_of(fetcher.dataset, rows)
         number = self.rows or len(rows)
-        batch = collate([copy.deepcopy(longest) for _ in range(number)])
+        # Where rows differ, one is shorter, so that there is padding, and what hides it.
+        made = [longest] * (number - 1) + [longest if shorter is None or number == 1 else shorter]
+        batch = collate([copy.deepcopy(row) for row in made])
         self.seen = Seen(len(rows), _tokens(batch, number), looked_at, *self._data.part)
         return batch
 
-    def _longest_of(self, dataset: Any, rows: list[Any]) -> tuple[Any, int]:
-        """The longest row, of the length that is asked for, and among how many."""
+    def _longest_of(self, dataset: Any, rows: list[Any]) -> tuple[Any, Any, int]:
+        """The longest row, of the length that is asked for; the next shorter one, if there is any; and among
+        how many."""
         if id(dataset) not in self._longest:
-            looked_at = 0
-            best, most = rows[0], -1
-            for row in _some_of(dataset, rows):
-                looked_at += 1
-                if (extent := _extent(row)) > most:
-                    best, most = row, extent
+            by_extent: dict[int, Any] = {}
+            for looked_at, row in enumerate(_some_of(dataset, rows), 1):  # noqa: B007
+                by_extent.setdefault(_extent(row), row)
+            found = [by_extent[extent] for extent in sorted(by_extent)[-2:]]
             if self._length is not None:
-                best = _stretched(best, self._length)
-            self._longest[id(dataset)] = best, looked_at, dataset
-        return self._longest[id(dataset)][:2]
+                found = [_stretched(found[-1], self._length - less) for less in range(len(found))]
+                found.reverse()
+            shorter = found[0] if len(found) > 1 else None
+            self._longest[id(dataset)] = found[-1], shorter, looked_at, dataset
+        return self._longest[id(dataset)][:3]
 
 
 def _as_they_are(rows: Any) -> Any:
@@ -93,20 +96,20 @@ def _as_they_are(rows: Any) -> Any:
 
 
 def _some_of(dataset: Any, rows: list[Any]) -> Any:
-    """Rows of a dataset, from all over it, for some seconds."""
-    yield from rows
+    """Rows of a dataset, from all over it, for some seconds; those at hand if it has no numbers for them."""
     try:
         count = len(dataset)
-    except TypeError:  # it has no numbers
-        return
-    if not hasattr(dataset, "__getitem__"):
+    except TypeError:
+        count = 0
+    if not count or not hasattr(dataset, "__getitem__"):
+        yield from rows
         return
     end = time.monotonic() + _SECONDS
     first = range(min(count, LONGEST))
-    for number in (*first, *range(0, count, -(-count // _LOOKED_AT))):
+    for number in dict.fromkeys((*first, *range(0, count, -(-count // _LOOKED_AT)))):
+        yield dataset[number]
         if time.monotonic() > end:
             return
-        yield dataset[number]
 
 
 def _extent(value: Any) -> int:

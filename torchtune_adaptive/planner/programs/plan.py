@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -173,7 +172,7 @@ class StepsOfProgram:
         """A run of the program, beside which those of other models begin that are asked for next."""
         wanted = self.start(rows, shortening)
         for other in self._shortened:
-            if other.shortening is not shortening and other.shortening.kept < sys.maxsize:
+            if abs(other.shortening.kept - shortening.kept) == 1:
                 self.start(rows, other.shortening)
         return wanted()
 
