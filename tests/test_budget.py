@@ -56,6 +56,12 @@ GROWN: list[tuple[str, int, str]] = [
         18,
         "what could not be saved is deleted before a launcher ends the ranks; one Ctrl-C is never two",
     ),
+    ("cli", 321, "plans of a program of one's own, by its command line"),
+    (
+        "planner",
+        3953,
+        "programs run on a device that is not there; what describes their trainers goes as these agree",
+    ),
     ("torchtune_adaptive", 3, "when a schedule of one's own counts is said"),
 ]
 """A package, the lines that it has gained since its number was set, and what users have of them."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.planner.test_programs import planned, written
+from tests.helpers.programs import planned, written
 
 pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 

@@ -53,24 +53,24 @@ _ALONE = ("--json", "--markdown", "--no-what-ifs", "--show-output")
 _NOT_FOR_PROGRAMS = ("html", "fastest", "may_change", "hf", "trainer", "method", "accelerate")
 
 
-class Split(NamedTuple):
+class CommandLine(NamedTuple):
     """A command line: what is for ``plan``, and what is the program with its arguments."""
 
     words: list[str]
     program: tuple[str, ...]
 
 
-def split(words: Sequence[str]) -> Split:
+def split(words: Sequence[str]) -> CommandLine:
     """Find the program on a command line: a script, ``-m`` and a module, or a command. All that follows is
     the program's own, but for options of ``plan``; what follows ``--`` is so in any case."""
     words = [*words]
     explicit = "--" in words
     begin = words.index("--") + 1 if explicit else _begin(words)
     if begin is None or begin >= len(words):
-        return Split(words, ())
+        return CommandLine(words, ())
     own, program = words[: begin - explicit], words[begin:]
     if explicit:
-        return Split(own, tuple(program))
+        return CommandLine(own, tuple(program))
     head = 2 if program[0] == "-m" else 1
     kept, rest = program[:head], iter(program[head:])
     for word in rest:
@@ -81,7 +81,7 @@ def split(words: Sequence[str]) -> Split:
             own.append(word)
         else:
             kept.append(word)
-    return Split(own, tuple(kept))
+    return CommandLine(own, tuple(kept))
 
 
 def _begin(words: Sequence[str]) -> int | None:

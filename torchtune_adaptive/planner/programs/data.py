@@ -14,7 +14,7 @@ _READ, LONGEST = 2048, 16
 """The rows that are read of a dataset, and how many of these are the longest, which are the first."""
 
 
-class Data:
+class LongestRows:
     """Reads datasets; ``part`` has the rows that were read of the largest one, and its rows."""
 
     def __init__(self) -> None:

@@ -234,13 +234,12 @@ class _Guard(nullcontext[None]):
 class _Generator(torch.Generator):
     """A generator for a device, of which nothing is drawn there."""
 
+    device: torch.device = torch.device("cpu")
+
     def __new__(cls, device: Any = "cpu") -> _Generator:
         made = super().__new__(cls, "cpu" if is_cuda(device) else device)  # type: ignore[call-arg]
-        made._device = _CUDA if is_cuda(device) else torch.device(device)
+        made.device = _CUDA if is_cuda(device) else torch.device(device)
         return made
-
-    _device: torch.device
-    device = property(lambda self: self._device)
 
 
 def _statistics(recorder: Recorder) -> dict[str, int]:

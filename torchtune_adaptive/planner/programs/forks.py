@@ -58,7 +58,7 @@ class Fork:
             os.waitpid(self._process, 0)
 
 
-class Asked:
+class Questions:
     """What a fork is asked for, as it sees that itself."""
 
     def __init__(self, connection: Connection) -> None:
@@ -88,7 +88,7 @@ class Asked:
             os._exit(0)
 
 
-def forked(others: Iterable[Fork]) -> Fork | Asked:
+def forked(others: Iterable[Fork]) -> Fork | Questions:
     """Fork this process, which has other forks: what each of the two has of the other."""
     ours, theirs = Pipe()
     process = os.fork()
@@ -99,7 +99,7 @@ def forked(others: Iterable[Fork]) -> Fork | Asked:
     for other in others:
         other.let_go()  # so that each learns when the process has ended that asks
     torch.set_num_threads(1)
-    return Asked(theirs)
+    return Questions(theirs)
 
 
 def how(status: int) -> str:

@@ -109,9 +109,9 @@ class _Anything:
 
     def __call__(self, *arguments: Any, **__: Any) -> Any:
         described = arguments[0] if arguments else None
-        if isinstance(described, _Kernel):
+        if isinstance(described, _TritonKernel):
             return described
-        return _Kernel(described) if isfunction(described) else self
+        return _TritonKernel(described) if isfunction(described) else self
 
     def __iter__(self) -> Any:
         raise NoPrediction(
@@ -128,7 +128,7 @@ class _Anything:
         return (object,)
 
 
-class _Kernel(_Anything):
+class _TritonKernel(_Anything):
     """A kernel of a program's."""
 
     def __init__(self, function: Any) -> None:
@@ -144,14 +144,14 @@ class _Kernel(_Anything):
         self(*arguments, **options)
 
 
-class _Constant(_Anything):
+class _TritonConstant(_Anything):
     """A number, or what else a kernel is compiled for."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
 
 
-class _Module(ModuleType):
+class _TritonModule(ModuleType):
     """A module of Triton."""
 
     def __getattr__(self, name: str) -> Any:
@@ -163,13 +163,13 @@ class _Module(ModuleType):
 
 
 _KINDS = {
-    "constexpr": _Constant,
-    **dict.fromkeys(("JITFunction", "Autotuner", "Heuristics"), _Kernel),
+    "constexpr": _TritonConstant,
+    **dict.fromkeys(("JITFunction", "Autotuner", "Heuristics"), _TritonKernel),
 }
 
 
 def _module(name: str) -> ModuleType:
-    made = _Module(name)
+    made = _TritonModule(name)
     vars(made).update(
         cdiv=lambda a, b: -(-a // b),
         next_power_of_2=lambda n: 1 << (n - 1).bit_length(),

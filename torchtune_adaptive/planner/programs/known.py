@@ -46,7 +46,7 @@ _INDEXED = {
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
-class _Known:
+class _KnownValues:
     """The values of a tensor, until something is written there that is not known."""
 
     __slots__ = ("lost", "values")
@@ -116,7 +116,7 @@ class ProgramWatch(Watch):
         if given is not None and _is_small(result):
             self._note(result, given, func)
         elif facts.like is not None and _is_small(result):
-            result.known = _Known(torch.full(result.shape, facts.like, dtype=result.dtype))
+            result.known = _KnownValues(torch.full(result.shape, facts.like, dtype=result.dtype))
         else:
             facts.forget(args, kwargs)
         return result
@@ -139,9 +139,9 @@ class ProgramWatch(Watch):
     def read(self, tensor: torch.Tensor) -> Any:
         return self.value(tensor)
 
-    def _given(self, args: Any, kwargs: Any) -> _Given | None:
+    def _given(self, args: Any, kwargs: Any) -> _KnownArguments | None:
         """Arguments with values; None if some are not known."""
-        known: list[_Known] = []
+        known: list[_KnownValues] = []
         try:
             found = (
                 _with_values(args, known),
@@ -151,9 +151,9 @@ class ProgramWatch(Watch):
             return None
         if is_ours(found[1].get("device")):
             found[1]["device"] = "cpu"
-        return _Given(*found, known)
+        return _KnownArguments(*found, known)
 
-    def _note(self, result: Any, given: _Given, func: Any) -> None:
+    def _note(self, result: Any, given: _KnownArguments, func: Any) -> None:
         """Compute and note the values of what has resulted from known arguments."""
         values = func(*given.args, **given.kwargs)
         several = isinstance(result, (tuple, list))
@@ -165,7 +165,7 @@ class ProgramWatch(Watch):
                     for known in given.known
                     if is_same(storage, known.values.untyped_storage())
                 )
-                one.known = _Known(its, next(shared, None))  # type: ignore[attr-defined]
+                one.known = _KnownValues(its, next(shared, None))  # type: ignore[attr-defined]
 
     def _with_numbers(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments of an operation with indices: a mask among them becomes the numbers of what it selects,
@@ -234,14 +234,14 @@ def is_ours(device: Any) -> bool:
 
 def note(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Note the values of a tensor on the device."""
-    tensor.known = _Known(values)  # type: ignore[attr-defined]
+    tensor.known = _KnownValues(values)  # type: ignore[attr-defined]
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of a tensor; None if they are not known."""
     if not isinstance(tensor, FakeTensor):
         return tensor
-    known: _Known | None = getattr(tensor, "known", None)
+    known: _KnownValues | None = getattr(tensor, "known", None)
     return None if known is None or known.lost[0] else known.values
 
 
@@ -249,15 +249,15 @@ class _NotKnown(Exception):
     """An argument that has no values."""
 
 
-class _Given(NamedTuple):
+class _KnownArguments(NamedTuple):
     """The arguments of an operation with values in the place of tensors without."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    known: list[_Known]
+    known: list[_KnownValues]
 
 
-def _with_values(value: Any, known: list[_Known]) -> Any:
+def _with_values(value: Any, known: list[_KnownValues]) -> Any:
     if isinstance(value, torch.Tensor):
         if not isinstance(value, FakeTensor):
             return value
@@ -304,7 +304,7 @@ def _is_small(result: Any) -> bool:
 def forget(value: Any) -> None:
     """Forget the values of what has been written."""
     if type(value) is FakeTensor:
-        known: _Known | None = getattr(value, "known", None)
+        known: _KnownValues | None = getattr(value, "known", None)
         if known is not None:
             known.lost[0] = True
     elif type(value) in (list, tuple):

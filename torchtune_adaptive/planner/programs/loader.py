@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.planner.programs.data import LONGEST, Data
+from torchtune_adaptive.planner.programs.data import LONGEST, LongestRows
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.private import fetchers
 from torchtune_adaptive.planner.programs.request import Seen
-from torchtune_adaptive.planner.programs.steps import Steps
+from torchtune_adaptive.planner.programs.steps import ProgramSteps
 
 _LOOKED_AT, _SECONDS = 256, 5.0
 """Rows of a dataset among which the longest is looked for, and how long."""
@@ -31,13 +31,13 @@ _IN_THIS_PROCESS = {
 _TOKENS = "input_ids"
 
 
-class Loader:
+class LongestBatches:
     """Makes the batches of a program's loaders; ``rows`` and ``length``, if given, are those of each."""
 
-    def __init__(self, steps: Steps, rows: int | None, length: int | None) -> None:
+    def __init__(self, steps: ProgramSteps, rows: int | None, length: int | None) -> None:
         self._steps, self.rows, self._length = steps, rows, length
         self._longest: dict[int, tuple[Any, Any, int, Any]] = {}
-        self._data = Data()
+        self._data = LongestRows()
         self.seen: Seen | None = None
 
     def follow(self, imports: WhenImported) -> None:

@@ -40,14 +40,14 @@ from torchtune_adaptive.planner.programs import (
     ranks,
     registered,
 )
-from torchtune_adaptive.planner.programs.forks import Asked, Fork, IsFork, forked
+from torchtune_adaptive.planner.programs.forks import Fork, IsFork, Questions, forked
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import ProgramWatch
-from torchtune_adaptive.planner.programs.loader import Loader
+from torchtune_adaptive.planner.programs.loader import LongestBatches
 from torchtune_adaptive.planner.programs.models import Models
 from torchtune_adaptive.planner.programs.private import let_backward_run_in
 from torchtune_adaptive.planner.programs.request import Program, Seen
-from torchtune_adaptive.planner.programs.steps import WANTED, Steps
+from torchtune_adaptive.planner.programs.steps import WANTED, ProgramSteps
 from torchtune_adaptive.planner.programs.surroundings import Surroundings
 from torchtune_adaptive.planner.programs.unknown import Assumed
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
@@ -83,13 +83,13 @@ class ProgramRun:
             watch=lambda recorder, mode: ProgramWatch(recorder, mode, self._assumed),
         )
         self._surroundings = Surroundings()
-        self._steps = Steps(self._tracer, self._train, self._finish)
+        self._steps = ProgramSteps(self._tracer, self._train, self._finish)
         self._models = Models(self._tracer, self._begin)
-        self._loader = Loader(self._steps, program.rows, program.length)
+        self._loader = LongestBatches(self._steps, program.rows, program.length)
         self._compiles = False
         self._forks: dict[tuple[int, int, int], Fork] = {}
         """Forks by what shortens their models."""
-        self._asked: Asked | None = None
+        self._asked: Questions | None = None
         """What this process is asked for, if it is a fork."""
         self._shortening: Shortening | None = None
         self._answer: Callable[[ProgramRun], Any] | None = None
@@ -152,7 +152,7 @@ class ProgramRun:
         key = shortening.kept, shortening.period, shortening.least
         if key not in self._forks:
             made = forked(self._forks.values())
-            if isinstance(made, Asked):
+            if isinstance(made, Questions):
                 self._asked, self._shortening = made, shortening
                 self._surroundings.forked()
                 raise IsFork

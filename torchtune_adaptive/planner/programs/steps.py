@@ -36,7 +36,7 @@ _MOST = 8
 _FORWARD, _BACKWARD, _UPDATE = "forward", "backward", "optimizer step"
 
 
-class Steps:
+class ProgramSteps:
     """Follows a program's steps, and calls functions as they begin, and after so many of them."""
 
     def __init__(
