@@ -41,9 +41,8 @@ _INDEXED = {
     _aten.index_put_.default,
     _aten._unsafe_index.Tensor,
 }
-
-
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+"""Kinds of tensors that are not made of others, besides fake ones."""
 
 
 class _KnownValues:

@@ -37,7 +37,7 @@ class Surroundings:
     def __init__(self) -> None:
         self._all = tempfile.mkdtemp(prefix="tune-adaptive-plan-")
         self._folder = os.path.join(self._all, "0")
-        self._scratch = (self._all, os.path.realpath(tempfile.gettempdir()), "/dev/", "/proc/")
+        self._scratch = (self._all, "/dev/", "/proc/")
 
     def close(self) -> None:
         shutil.rmtree(self._all, ignore_errors=True)
