@@ -43,6 +43,7 @@ def asked(*words: str) -> argparse.Namespace:
         ),
         ("--hf a/b --gpu h100", "--hf a/b --gpu h100", ""),
         ("axolotl.yaml --gpu h100", "axolotl.yaml --gpu h100", ""),
+        ("my_recipe.py --config tiny/full", "my_recipe.py --config tiny/full", ""),
     ],
 )
 def test_words_after_a_program_are_its_own(line: str, own: str, program: str) -> None:

@@ -93,9 +93,18 @@ def _begin(words: Sequence[str]) -> int | None:
         if word.startswith("-") or before in _WITH_VALUE:
             continue
         is_option = before.startswith("-") and before not in _ALONE
-        if word.endswith(".py") or (not is_option and programs.command(word)):
+        if word.endswith(".py"):
+            return None if _is_recipe(word, words) else at
+        if not is_option and programs.command(word):
             return at
     return None
+
+
+def _is_recipe(path: str, words: Sequence[str]) -> bool:
+    """Whether a script is a recipe of torchtune's, which may stand before its config."""
+    if not any(word.partition("=")[0] == "--config" for word in words):
+        return False
+    return not Path(path).is_file() or "torchtune" in Path(path).read_text(errors="replace")
 
 
 def plan_of_program(

@@ -21,8 +21,6 @@ class Assumed:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
-        self.used: set[str] = set()
-        """The places where the program has asked."""
         self._otherwise: list[Any] = []
 
     def value(self, what: str) -> Any:
@@ -37,7 +35,6 @@ class Assumed:
         place = _place(frame)
         for name in (place, place.rpartition("/")[2]):
             if name in self._values:
-                self.used.add(name)
                 return self._values[name]
         raise NoPrediction(
             f"{place}: asks for {what}, which follows from weights that are not there"
@@ -52,9 +49,6 @@ class Assumed:
             yield
         finally:
             self._otherwise.pop()
-
-    def unused(self) -> set[str]:
-        return {*self._values} - self.used
 
 
 def place_of_caller() -> str:
