@@ -57,6 +57,11 @@ def test_words_after_a_program_are_its_own(line: str, own: str, program: str) ->
         (["{}", "--assume", "train.py=3"], "--assume: 'train.py=3' is not a place and a value"),
         (["--html", "page.html", "{}"], "--html: 'page.html' is not for a program"),
         (["--nproc", "0", "{}"], "--nproc: 0 is not a number of GPUs"),
+        (["--rows", "0", "{}"], "--rows: 0 is not a number of rows"),
+        (["--max-length", "1", "{}"], "--seq-len: 1 is too short"),
+        (["lr=1", "{}"], "plan: 'lr=1' stands before a program"),
+        (["tiny/full", "--rows", "3"], "--rows: '3' is for a program"),
+        (["tiny/full", "--assume", "train.py:3=1"], "is for a program"),
     ],
 )
 def test_what_cannot_be_asked(

@@ -190,14 +190,17 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise _no_option(*arguments.unknown[:2])
     memory = amount_of_memory("--memory", arguments.memory) if arguments.memory else None
     gpu, nodes, machine = machine_told(arguments)
+    if arguments.seq_len is not None and arguments.seq_len < 2:
+        raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
     if arguments.program:
         ranks, gpu = _gpus(arguments.nproc, gpu, nodes)
         told = ranks if ranks > 1 or arguments.nproc else None  # else the launcher says
         return EXIT_STATUS[plan_of_program(arguments, told, gpu, memory, machine)]
+    for option in ("rows", "assume", "show-output"):
+        if (value := getattr(arguments, option.replace("-", "_"))) not in (None, False):
+            raise ConfigError(f"--{option}", str(value), "is for a program", "Leave it out")
     file = _trainer_file(arguments)
     ranks, gpu = _gpus(arguments.nproc, gpu, nodes, file.ranks if file else None)
-    if arguments.seq_len is not None and arguments.seq_len < 2:
-        raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
     if arguments.hf and not file:
         arguments.trainer = arguments.trainer or "SFTTrainer"
     of_others = file is not None or arguments.trainer is not None

@@ -31,7 +31,6 @@ from torchtune_adaptive.common import (
     human_bytes,
 )
 from torchtune_adaptive.planner import (
-    DOES_NOT_FIT,
     Answer,
     DeviceLimits,
     Machine,
@@ -50,7 +49,7 @@ _WITH_VALUE = (
 )
 _ALONE = ("--json", "--markdown", "--no-what-ifs", "--show-output")
 """Options of ``plan`` that may stand among those of the program."""
-_NOT_FOR_PROGRAMS = ("html", "fastest", "may_change", "hf", "trainer", "method", "accelerate")
+_NOT_FOR_PROGRAMS = ("html", "fastest", "may-change", "hf", "trainer", "method", "accelerate")
 
 
 class CommandLine(NamedTuple):
@@ -104,7 +103,7 @@ def _is_recipe(path: str, words: Sequence[str]) -> bool:
     """Whether a script is a recipe of torchtune's, which may stand before its config."""
     if not any(word.partition("=")[0] == "--config" for word in words):
         return False
-    return not Path(path).is_file() or "torchtune" in Path(path).read_text(errors="replace")
+    return not Path(path).is_file() or "config.parse" in Path(path).read_text(errors="replace")
 
 
 def plan_of_program(
@@ -121,9 +120,13 @@ def plan_of_program(
         NoPrediction: the program cannot be run on a device that is not there.
     """
     for name in _NOT_FOR_PROGRAMS:
-        if value := getattr(arguments, name):
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(option, str(value), "is not for a program", "Leave it out")
+        if value := getattr(arguments, name.replace("-", "_")):
+            raise ConfigError(f"--{name}", str(value), "is not for a program", "Leave it out")
+    if arguments.rows is not None and arguments.rows < 1:
+        raise ConfigError("--rows", arguments.rows, "is not a number of rows", "Use 1 or more")
+    if arguments.words:
+        remedy = "Write what is for the program after its name"
+        raise ConfigError("plan", arguments.words[0], "stands before a program", remedy)
     words = arguments.program
     if words[0] != "-m" and not Path(words[0]).is_file() and not programs.command(words[0]):
         remedy = "Give the path of a script, or the command of an installed package"
@@ -252,10 +255,8 @@ def _blocks(
     peak, device = answer.peak, answer.device
     each = f"each of {plan.ranks} x " if plan.ranks > 1 else ""
     size = f"batch of {peak.rows}" if plan.seen else "its batch"
-    largest = ""
-    if plan.seen:
-        fits = f"Largest that fits: {answer.largest}."
-        largest = f" {fits}" if answer.largest else " Not even one row fits."
+    fits = f" Largest that fits: {answer.largest}." if answer.largest else " Not even one row fits."
+    largest = fits if plan.seen else ""
     batches = f" x {plan.micro_batches} in a step" if plan.micro_batches > 1 else ""
     lines = [
         f"{size}{batches}: {answer.verdict}, peak {peak_of(device, peak.reserved)}.{largest}",
@@ -284,7 +285,6 @@ def _print_json(
     compared: Sequence[DeviceAnswer],
     asked_job: Job,
 ) -> None:
-    fits = answer.verdict != DOES_NOT_FIT
     found = {
         "verdict": answer.verdict,
         "ranks": plan.ranks,
@@ -294,7 +294,7 @@ def _print_json(
         "peak": asdict(answer.peak),
         "micro_batches": plan.micro_batches,
         "tokens_in_a_row": plan.seen.tokens if plan.seen else None,
-        **speed_as_dict(answer.speed, plan.ranks, asked_job, fits),
+        **speed_as_dict(answer.speed, plan.ranks, asked_job, answer.fits),
         "speed": asdict(answer.speed) if answer.speed else None,
         "compared": [asdict(one) for one in compared],
         "assumptions": [*about],

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub as a plan asks it: for configs, tokenizers and data, never for weights."""
+"""The Hugging Face Hub as a plan asks it: for configs and tokenizers, never for weights."""
 
 from __future__ import annotations
 

@@ -80,14 +80,15 @@ class LongestBatches:
         how many."""
         if id(dataset) not in self._longest:
             by_extent: dict[int, Any] = {}
-            for looked_at, row in enumerate(_some_of(dataset, rows), 1):  # noqa: B007
+            looked_at = [*_some_of(dataset, rows)]
+            for row in looked_at:
                 by_extent.setdefault(_extent(row), row)
             found = [by_extent[extent] for extent in sorted(by_extent)[-2:]]
             if self._length is not None:
                 found = [_stretched(found[-1], self._length - less) for less in range(len(found))]
                 found.reverse()
             shorter = found[0] if len(found) > 1 else None
-            self._longest[id(dataset)] = found[-1], shorter, looked_at, dataset
+            self._longest[id(dataset)] = found[-1], shorter, len(looked_at), dataset
         return self._longest[id(dataset)][:3]
 
 
