@@ -41,6 +41,8 @@ class Models:
         self._made: set[int] = set()
         """Modules that have been shortened, which live as long as this."""
         self._alive: list[nn.Module] = []
+        self.quantized = False
+        """Whether a model has weights of few bits."""
 
     def alike(self, shortening: Shortening) -> bool:
         """Whether the layers of all models are still alike, so that few may stand for them."""
@@ -87,6 +89,7 @@ class Models:
             with torch.device("meta"):
                 model = of_config(kind, config, **options)
             if quantizer is not None:
+                self.quantized = True
                 quantizer.replace_layers(model, options["dtype"])
                 self._shortened(model)
                 quantizer.load(model, self._tracer.device)

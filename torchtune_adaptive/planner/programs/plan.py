@@ -1,96 +1,46 @@
-"""Plans a program: its steps of any size follow from runs with few layers and two numbers of rows."""
+"""Runs a program for its steps: of all layers and any number of rows they follow from runs with few layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cache
+from typing import TypeVar
 
-from torchtune_adaptive.common import NoPrediction, counted
-from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp, peak
+from torchtune_adaptive.common import counted
+from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
-from torchtune_adaptive.planner.programs.request import Devices, Program, ProgramPlan, Seen
+from torchtune_adaptive.planner.programs.answer import ProgramAnswers
+from torchtune_adaptive.planner.programs.kept import Kept, KeptSteps
+from torchtune_adaptive.planner.programs.request import Program, Seen
 from torchtune_adaptive.planner.programs.run import ProgramRun, Ran
-from torchtune_adaptive.planner.speed.speed import Pace
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.planner.trace.any_depth import AnyDepth
 from torchtune_adaptive.planner.trace.compiled_regions import CompiledRegions
-from torchtune_adaptive.planner.traced_run import Answer, Question, TracedRun
 
-_ANY_LENGTH = 1
-"""Length that stands for rows as long as the program makes them."""
-_TOKENS = 4096
-"""Tokens with a label from which on each more takes as much memory: some losses divide them into so many."""
-_CEILING = 1 << 14
+T = TypeVar("T")
 
 
-def planned(program: Program, devices: Devices) -> ProgramPlan:
-    """Plan a program in this process, which does nothing else."""
-    return ProgramRun(program).answered(lambda run: _answer(run, devices))
+def answered(program: Program, kept: Kept, ask: Callable[[ProgramAnswers], T]) -> tuple[T, Kept]:
+    """Ask about a program in this process, which does nothing else; the answer, and what it follows from."""
+    return ProgramRun(program).answered(lambda run: _answer(run, kept, ask))
 
 
-def _answer(run: ProgramRun, devices: Devices) -> ProgramPlan:
-    ranks = run.ranks()
-    given = devices(ranks)
-    steps = StepsOfProgram(run)
+def _answer(run: ProgramRun, kept: Kept, ask: Callable[[ProgramAnswers], T]) -> tuple[T, Kept]:
+    steps = RunSteps(run)
     alike = run.alike() if steps.shortened else None
-    plan = _plan(run, steps, ranks, given)
+    found = _asked(run, KeptSteps(kept, steps), ask)
     if alike is not None and not alike():
-        plan = _plan(run, StepsOfProgram(run, whole=True), ranks, given)
-    return plan
+        found = _asked(run, KeptSteps(Kept(), RunSteps(run, whole=True)), ask)
+    return found
 
 
-def _plan(
-    run: ProgramRun,
-    steps: StepsOfProgram,
-    ranks: int,
-    given: Sequence[tuple[DeviceLimits, Pace | None]],
-) -> ProgramPlan:
-    seen = steps.seen
-    if seen is None:
-        for option, value in (("--rows", run.program.rows), ("--max-length", run.program.length)):
-            if value is not None:
-                raise NoPrediction(
-                    f"{option}: {value}, but no DataLoader makes the batches of {run.program.name}. "
-                    "Leave it out, and set the size in the program or by its arguments."
-                )
-        answers = [_of_its_batch(steps, device, pace) for device, pace in given]
-        return ProgramPlan(
-            answers, ranks, None, steps.micro_batches, steps.compiles, steps.uncounted
-        )
-    own = run.program.rows or seen.rows  # which is run in any case
-    least = max(TracedRun.ROWS[0], own, -(-_TOKENS // max(1, seen.tokens - 1)) * (seen.tokens > 1))
-    traced = TracedRun(steps, _ANY_LENGTH, rows=(least, least + 1), searches=False)
-    asked = [
-        Question(
-            device,
-            own,
-            _ANY_LENGTH,
-            micro_batches=steps.micro_batches,
-            pace=pace,
-            ceiling=_CEILING,
-            confirmed=True,
-            tokens=seen.tokens,
-        )
-        for device, pace in given
-    ]
-    answers = [traced.answer(one) for one in asked]
-    return ProgramPlan(answers, ranks, seen, steps.micro_batches, steps.compiles, steps.uncounted)
+def _asked(run: ProgramRun, steps: KeptSteps, ask: Callable[[ProgramAnswers], T]) -> tuple[T, Kept]:
+    answers = ProgramAnswers(run.program, steps)
+    found = ask(answers)
+    return found, steps.kept(run.read(), answers.irregular)
 
 
-def _of_its_batch(steps: StepsOfProgram, device: DeviceLimits, pace: Pace | None) -> Answer:
-    """The answer where batches are as the program makes them."""
-    step = steps.step(1, _ANY_LENGTH)
-    found = peak(steps.start_up(_ANY_LENGTH).without_search(step), step, 1, _ANY_LENGTH, device)
-    speed = None
-    if pace is not None and step.operations is not None:
-        pace = replace(pace, dtype=pace.dtype or step.operations.dtype)
-        if pace.speeds.peak(pace.dtype) is not None:
-            speed = pace.speed(step.operations, 1, 1, steps.micro_batches)
-    return Answer(device, found, 0, speed, found.verdict(device))
-
-
-class StepsOfProgram:
+class RunSteps:
     """The steps of a program, each run when it is asked for."""
 
     compiled = False
@@ -99,6 +49,7 @@ class StepsOfProgram:
 
     def __init__(self, run: ProgramRun, whole: bool = False) -> None:
         self._run = run
+        self._rows = run.program.rows  # of the first run
         self._period = None if whole else 1
         self._shortened: list[_Shortened] = []
         self._runs: dict[tuple[int | None, int, int, int], Callable[[], Ran]] = {}
@@ -106,6 +57,7 @@ class StepsOfProgram:
             self._made, lambda tracer: tracer.first, self._period
         )
         self._start_up = self._tracer.start_up()
+        self.ranks = run.ranks()
 
     @property
     def shortened(self) -> bool:
@@ -125,6 +77,13 @@ class StepsOfProgram:
         return self._tracer.any.ran.uncounted
 
     @property
+    def quantized(self) -> bool:
+        return self._tracer.any.ran.quantized
+
+    def unchecked(self, beyond: int) -> str:
+        return ""  # all sizes can be run
+
+    @property
     def micro_batches(self) -> int:
         operations = self._tracer.any.ran.step.operations
         return len(operations.micro_batches) if operations else 1
@@ -133,7 +92,8 @@ class StepsOfProgram:
         return self._start_up
 
     def step(self, rows: int, length: int) -> RecordedStep:
-        asked = None if self.seen is None or rows == self.seen.rows else rows
+        own = self.seen is None or rows == (self._rows or self.seen.rows)
+        asked = self._rows if own else rows
         return self._tracer.step(
             lambda tracer: tracer.step(asked), self._period, counted(rows, "row")
         )
@@ -149,8 +109,8 @@ class StepsOfProgram:
     def _made(self, shortening: Shortening) -> _Shortened:
         """A model with fewer layers."""
         if shortening.least > 1:  # another one will be wanted
-            self.start(None, Shortening(shortening.kept + 1, shortening.period))
-        made = _Shortened(self, shortening)
+            self.start(self._rows, Shortening(shortening.kept + 1, shortening.period))
+        made = _Shortened(self, shortening, self._rows)
         self._shortened.append(made)
         return made
 
@@ -183,9 +143,9 @@ class _Shortened:
     regions: CompiledRegions | None = None
     needs_all_layers = ""
 
-    def __init__(self, steps: StepsOfProgram, shortening: Shortening) -> None:
+    def __init__(self, steps: RunSteps, shortening: Shortening, rows: int | None) -> None:
         self._steps, self.shortening = steps, shortening
-        self.ran = steps.result(None, shortening)
+        self.ran = steps.result(rows, shortening)
         self.set_up, self.first = self.ran.start_up.set_up, self.ran.start_up.first_step
 
     def step(self, rows: int | None) -> RecordedStep:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torchtune_adaptive.planner.memory.gpus import Gpu
 from torchtune_adaptive.planner.memory.peak import DeviceLimits
+from torchtune_adaptive.planner.memory.planned import planned_gpu
+from torchtune_adaptive.planner.speed.machine import Machine
 from torchtune_adaptive.planner.speed.speed import Pace
 from torchtune_adaptive.planner.traced_run import Answer
 
@@ -29,10 +32,16 @@ class Program:
     """Values that the program asks for and nobody knows, by the place where it does."""
     shows: bool = False
     """Whether what it prints is shown, with the traceback where it fails."""
+    ceiling: int = 1 << 14
+    """The largest batch that is considered."""
+    cache: bool | str = True
+    """Where its runs are remembered: in the user's cache, in another folder, or not."""
+    title: str = ""
+    """What it is called, if not by its words."""
 
     @property
     def name(self) -> str:
-        return " ".join(self.words[: 1 + (self.words[0] == "-m")])
+        return self.title or " ".join(self.words[: 1 + (self.words[0] == "-m")])
 
 
 class Seen(NamedTuple):
@@ -63,8 +72,64 @@ class ProgramPlan(NamedTuple):
     """Whether it compiles something, which is planned as if it did not."""
     uncounted: frozenset[str] = frozenset()
     """Kernels of its own that multiply matrices, of whose time only that of reading and writing is known."""
+    quantized: bool = False
+    """Whether weights have few bits, with which the allocator's memory is predicted less exactly."""
+    unchecked: str = ""
+    """What is said where the largest batch follows from remembered runs, and was not run itself."""
 
 
 Devices = Callable[[int], Sequence[tuple[DeviceLimits, Pace | None]]]
 """What gives devices, and what their speed follows from if that is known, by the number of ranks. Another
 process can import it."""
+
+
+@dataclass(frozen=True)
+class OnGpus:
+    """The devices of GPUs, whatever the number of ranks."""
+
+    planned: Gpu
+    machine: Machine
+    headroom: float
+    memory: int | None = None
+    """The capacity of the planned one, if told."""
+    paced: bool = True
+    """Whether it is a GPU that is named, so that its speed may be known."""
+    others: tuple[Gpu, ...] = ()
+
+    def __call__(self, ranks: int) -> list[tuple[DeviceLimits, Pace | None]]:
+        first, _ = planned_gpu(self.planned, ranks, self.headroom, self.memory)
+        found = [(first, _pace(self.planned, ranks, self.machine) if self.paced else None)]
+        for kind in self.others:
+            device, _ = planned_gpu(kind, ranks, self.headroom)
+            found.append((device, _pace(kind, ranks, self.machine.for_other_gpus)))
+        return found
+
+
+def _pace(kind: Gpu, ranks: int, machine: Machine) -> Pace | None:
+    """What the speed on a GPU follows from, if that is known."""
+    speeds = machine.speeds(kind.name)
+    return Pace(speeds, ranks, compiled=False, quantized=False, dtype="") if speeds else None
+
+
+_TRAINER = "torchtune_adaptive.planner.programs.trainer"
+_ROWS = 8
+"""Rows in a batch of a trainer, if not told."""
+_OF_ANY_ROWS = (
+    "Trainer",
+    "Seq2SeqTrainer",
+    "SFTTrainer",
+    "DPOTrainer",
+    "KTOTrainer",
+    "RewardTrainer",
+)
+"""Trainers of which nothing but the batches depends on the rows of a batch."""
+
+
+def of_trainer(settings: Mapping[str, Any], gpu: Gpu, **others: Any) -> Program:
+    """The program that trains with a trainer of transformers or TRL as settings say, of which ``trainer`` and
+    ``folder`` are two; ``others`` are those of the program."""
+    settings = dict(settings)
+    if settings["trainer"] in _OF_ANY_ROWS:  # so that what is remembered serves any number
+        others["rows"] = settings.pop("per_device_train_batch_size", _ROWS)
+    words = ("-m", _TRAINER, json.dumps(settings, sort_keys=True))
+    return Program(words, gpu, title=settings["trainer"], **others)

@@ -63,6 +63,9 @@ class Ran(NamedTuple):
     seen: Seen | None
     compiles: bool
     uncounted: frozenset[str]
+    quantized: bool
+    read: frozenset[str]
+    """The files that it has read, or looked for."""
 
 
 class _Done(BaseException):
@@ -94,6 +97,11 @@ class ProgramRun:
         self._shortening: Shortening | None = None
         self._answer: Callable[[ProgramRun], Any] | None = None
         self._found: Any = None
+        self._read: frozenset[str] = frozenset()
+
+    def read(self) -> frozenset[str]:
+        """The files that the program and its forks have read, or looked for."""
+        return self._read | self._surroundings.read()
 
     def answered(self, answer: Callable[[ProgramRun], Any]) -> Any:
         """Run the program, and answer where it makes its first model, by ``start``.
@@ -161,6 +169,8 @@ class ProgramRun:
 
         def result() -> Any:
             found = answer()
+            if isinstance(found, Ran):
+                self._read |= found.read
             if isinstance(found, Exception):
                 raise found
             if isinstance(found, str):
@@ -274,7 +284,13 @@ class ProgramRun:
                 return
             self._leave(NoPrediction(f"{self.program.name}: {reason}, so its steps do not repeat."))
         assert self._shortening is not None
-        how = self._loader.seen, self._compiles, kernels.uncounted()
+        how = (
+            self._loader.seen,
+            self._compiles,
+            kernels.uncounted(),
+            self._models.quantized,
+            self._surroundings.read(),
+        )
         self._leave(Ran(start_up, step, self._shortening, *how))
 
     def _leave(self, found: Ran | bool | Exception) -> NoReturn:

@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -37,13 +38,23 @@ class Surroundings:
     def __init__(self) -> None:
         self._all = tempfile.mkdtemp(prefix="tune-adaptive-plan-")
         self._folder = os.path.join(self._all, "0")
-        self._scratch = (self._all, "/dev/", "/proc/")
+        self._scratch = (self._all, "/dev/", "/proc/", "/sys/")
+        self._read: set[str] = set()
+        self._modules: set[str] = set()
+        """Modules that the process has had which this one is a fork of."""
 
     def close(self) -> None:
         shutil.rmtree(self._all, ignore_errors=True)
 
+    def read(self) -> frozenset[str]:
+        """The files that were read or looked for, modules among them, in this process or its fork."""
+        modules = [sys.modules.get(name) for name in sys.modules.keys() - self._modules]
+        sources = (getattr(module, "__file__", None) for module in modules)
+        return frozenset(self._read.union(str(path) for path in sources if path))
+
     def forked(self) -> None:
         """This process is a fork, which goes on with what has been written, and writes for itself."""
+        self._read, self._modules = set(), set(sys.modules)
         before, self._folder = self._folder, os.path.join(self._all, str(os.getpid()))
         if _lexists(before):
             shutil.copytree(before, self._folder, symlinks=True)
@@ -111,7 +122,10 @@ class Surroundings:
             return path
         whole, ours = found
         if not writes:
-            return ours if _lexists(ours) else path
+            if _lexists(ours):
+                return ours
+            self._read.add(whole)
+            return path
         if not _lexists(ours):
             Path(ours).parent.mkdir(parents=True, exist_ok=True)
             if os.path.isfile(whole):  # to be changed, perhaps
@@ -167,6 +181,8 @@ class Surroundings:
     def _both(self, path: Any) -> list[Any]:
         """The folders that are one for the program: its own, if it is there, and what it has written."""
         where = self._where(path, False)
+        if (found := self._ours(path)) is not None:
+            self._read.add(os.path.join(found[0], ""))
         return [path, where] if where != path and _is_there(path) else [where]
 
     def _listing(self, before: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

@@ -1,0 +1,158 @@
+"""Answers about a program: its steps of any size follow from those of two numbers of rows. No torch in here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Protocol
+
+from torchtune_adaptive.common import NoPrediction
+from torchtune_adaptive.planner import step_table
+from torchtune_adaptive.planner.memory.peak import DeviceLimits, peak
+from torchtune_adaptive.planner.programs.request import Devices, Program, ProgramPlan, Seen
+from torchtune_adaptive.planner.speed.speed import Pace
+from torchtune_adaptive.planner.traced_run import Answer, Question, StepsOfAnySize, TracedRun
+
+_ANY_LENGTH = 1
+"""Length that stands for rows as long as the program makes them."""
+_TOKENS = 4096
+"""Tokens with a label from which on each more takes as much memory: some losses divide them into so many."""
+
+
+class StepsOfProgram(StepsOfAnySize, Protocol):
+    """The steps of a program, and what else its runs have shown."""
+
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def seen(self) -> Seen | None: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def compiles(self) -> bool: ...
+    @property
+    def uncounted(self) -> frozenset[str]: ...
+    @property
+    def quantized(self) -> bool: ...
+    def unchecked(self, beyond: int) -> str:
+        """What is said where the largest size cannot be run; empty if it has to be."""
+        ...
+
+
+class NotRun(Exception):
+    """A run of the program that would be needed, where only remembered ones are wanted."""
+
+
+class ProgramAnswers:
+    """The answers about a program."""
+
+    def __init__(self, program: Program, steps: StepsOfProgram) -> None:
+        self._program, self._steps = program, steps
+        if steps.seen is None:
+            for option, value in (("--rows", program.rows), ("--max-length", program.length)):
+                if value is not None:
+                    raise NoPrediction(
+                        f"{option}: {value}, but no DataLoader makes the batches of {program.name}. "
+                        "Leave it out, and set the size in the program or by its arguments."
+                    )
+
+    def plan(self, devices: Devices) -> ProgramPlan:
+        """What the steps take on devices, and how fast they are."""
+        steps, given = self._steps, self._devices(devices)
+        unchecked = ""
+        if steps.seen is None:
+            answers = [self._of_its_batch(device, pace) for device, pace in given]
+        else:
+            asked = [self._question(device, pace) for device, pace in given]
+            try:
+                answers = [self._traced.answer(one) for one in asked]
+            except NotRun:
+                unchecked = steps.unchecked(self._sizes[1])
+                if not unchecked:
+                    raise
+                asked = [replace(one, confirmed=False) for one in asked]
+                answers = [self._traced.answer(one) for one in asked]
+        return ProgramPlan(
+            answers,
+            steps.ranks,
+            steps.seen,
+            steps.micro_batches,
+            steps.compiles,
+            steps.uncounted,
+            steps.quantized,
+            unchecked,
+        )
+
+    @property
+    def irregular(self) -> bool:
+        """Whether sizes do not follow from others."""
+        return self._steps.seen is not None and self._traced.direct
+
+    def table(self, devices: Devices, rows: tuple[int, ...] | None = None) -> step_table.StepTable:
+        """What many sizes take on devices, of which the first is the one that is asked about.
+
+        Raises:
+            NoPrediction: no other sizes are planned.
+        """
+        if self._steps.seen is None:
+            raise NoPrediction(
+                f"--html: no DataLoader makes the batches of {self._program.name}, so no other sizes are "
+                "planned. Leave it out."
+            )
+        given = self._devices(devices)
+        few = (
+            self._sizes[0] > TracedRun.ROWS[0]
+        )  # fewer rows than follow from others take a run each
+        return step_table.table_of(self._traced, self._question(*given[0]), given, rows, few)
+
+    def _devices(self, devices: Devices) -> list[tuple[DeviceLimits, Pace | None]]:
+        """The devices, with the error that predictions for these steps have."""
+        quantized = self._steps.quantized
+        return [
+            (one.fragmented if quantized else one, pace and replace(pace, quantized=quantized))
+            for one, pace in devices(self._steps.ranks)
+        ]
+
+    @cached_property
+    def _traced(self) -> TracedRun:
+        return TracedRun(self._steps, _ANY_LENGTH, rows=self._sizes, searches=False)
+
+    @property
+    def _own(self) -> int:
+        """The rows that are run in any case."""
+        assert self._steps.seen is not None
+        return self._program.rows or self._steps.seen.rows
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """The two numbers of rows from which others follow."""
+        assert self._steps.seen is not None
+        tokens = self._steps.seen.tokens
+        filling = -(-_TOKENS // max(1, tokens - 1)) if tokens > 1 else 1
+        least = max(TracedRun.ROWS[0], self._own, filling)
+        return least, least + 1
+
+    def _question(self, device: DeviceLimits, pace: Pace | None) -> Question:
+        assert self._steps.seen is not None
+        return Question(
+            device,
+            self._own,
+            _ANY_LENGTH,
+            micro_batches=self._steps.micro_batches,
+            pace=pace,
+            ceiling=self._program.ceiling,
+            confirmed=True,
+            tokens=self._steps.seen.tokens,
+        )
+
+    def _of_its_batch(self, device: DeviceLimits, pace: Pace | None) -> Answer:
+        """The answer where batches are as the program makes them."""
+        steps = self._steps
+        step = steps.step(1, _ANY_LENGTH)
+        found = peak(steps.start_up(_ANY_LENGTH).without_search(step), step, 1, _ANY_LENGTH, device)
+        speed = None
+        if pace is not None and step.operations is not None:
+            pace = replace(pace, dtype=pace.dtype or step.operations.dtype)
+            if pace.speeds.peak(pace.dtype) is not None:
+                speed = pace.speed(step.operations, 1, 1, steps.micro_batches)
+        return Answer(device, found, 0, speed, found.verdict(device))

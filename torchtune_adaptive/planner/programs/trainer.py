@@ -1,0 +1,199 @@
+"""A program that trains with a trainer of transformers or TRL, as settings say: ``trainer.py SETTINGS``.
+
+It is planned as any program is, so that a trainer can be planned without a script. Its rows are made up, each
+as long as it may be, of a language that has one word.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import pkgutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+_LOADING = ("dtype", "attn_implementation", "experts_implementation", "output_router_logits")
+"""Settings of a model as it is loaded."""
+_PAIRS = 32
+_LENGTH = 1024
+"""The tokens of a row where a trainer has no ``max_length``."""
+_WORD, _WORDS = 3, ["<pad>", "<eos>", "<unk>", "word"]
+
+
+def main(text: str) -> None:
+    """Train with settings, which are JSON."""
+    settings = json.loads(text)
+    name, folder = settings.pop("trainer"), settings.pop("folder")
+    kind, config = _trainer(name)
+    given = _sorted(settings, config)
+    arguments, adapters = given["arguments"], given["adapters"]
+    how = {**given["loading"], **_quantization(given["quantization"], given["loading"])}
+    arguments |= {"output_dir": "out", "max_steps": 8, "save_strategy": "no", "report_to": "none"}
+    if arguments.get("fsdp"):
+        arguments["fsdp_config"] = {"fsdp_version": 2, "reshard_after_forward": True}
+    one_row = arguments.get("padding_free") and not arguments.get("packing")
+    if is_of_trl := name not in ("Trainer", "Seq2SeqTrainer"):
+        arguments.setdefault("model_init_kwargs", how)
+        if one_row:
+            arguments["max_length"] = None  # nothing cuts off the end of a row that is not padded
+    trained = config(**arguments)
+    length = settings.get("max_length") or getattr(trained, "max_length", None) or _LENGTH
+    rows = _rows(name, length, settings, trained)
+    if is_of_trl:
+        more: dict[str, Any] = {"processing_class": _tokenizer()}
+        if adapters is not None:
+            more["peft_config"] = _lora(adapters)
+        if "reward_funcs" in inspect.signature(kind).parameters:
+            more["reward_funcs"] = _reward
+        model = folder
+    else:
+        model, more = _model(folder, how, adapters, trained, settings), {}
+    kind(model=model, args=trained, train_dataset=rows, **more).train()
+
+
+def _trainer(name: str) -> tuple[Any, Any]:
+    """A trainer's class, and that of its arguments."""
+    import transformers
+
+    if name in ("Trainer", "Seq2SeqTrainer"):
+        arguments = name.replace("Trainer", "TrainingArguments")
+        return getattr(transformers, name), getattr(transformers, arguments)
+    for module in _modules_of_trl():
+        if hasattr(module, name):
+            return getattr(module, name), getattr(module, name.replace("Trainer", "Config"))
+    sys.exit(f"trainer: {name!r} is not a trainer of transformers or of TRL.")
+
+
+def _modules_of_trl() -> Iterator[Any]:
+    trl = importlib.import_module("trl")
+    yield trl
+    experimental = importlib.import_module("trl.experimental")
+    for found in pkgutil.iter_modules(experimental.__path__):
+        yield importlib.import_module(f"trl.experimental.{found.name}")
+
+
+def _sorted(settings: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Settings by what they are of."""
+    of_trainer = inspect.signature(config).parameters
+    lora, bits = settings.get("lora"), settings.get("load_in_4bit") or settings.get("load_in_8bit")
+    found: dict[str, Any] = {"arguments": {}, "adapters": {}, "quantization": {}, "loading": {}}
+    known: dict[str, Any] = {"loading": _LOADING, "arguments": of_trainer}
+    if lora:
+        known["adapters"] = inspect.signature(importlib.import_module("peft").LoraConfig).parameters
+    for name, value in settings.items():
+        if name in _OURS and name not in of_trainer:
+            continue
+        if name.startswith(("load_in_", "bnb_", "llm_int8_")):
+            found["quantization"][name] = value
+            continue
+        part = next((part for part, names in known.items() if name in names), None)
+        if part is None:
+            sys.exit(
+                f"{name}: {value!r} is not a setting of {config.__name__}, of the model, or of adapters. "
+                "Leave it out."
+            )
+        found[part][name] = value
+    if not lora:
+        found["adapters"] = None
+    if not bits:
+        found["quantization"] = {}
+    return found
+
+
+_OURS = ("max_length", "padded", "lora", "max_prompt_length", "prepare_for_kbit_training")
+"""Settings that are none of a trainer's, unless it has them, too."""
+
+
+def _quantization(settings: dict[str, Any], loading: dict[str, Any]) -> dict[str, Any]:
+    """What loads a model with few bits, in the words of ``from_pretrained``."""
+    if not settings:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    if settings.get("load_in_4bit"):  # as TRL's own command has it
+        compute_in = settings.get("bnb_4bit_compute_dtype") or loading.get("dtype", "float32")
+        settings = {"bnb_4bit_quant_type": "nf4", **settings, "bnb_4bit_compute_dtype": compute_in}
+    return {"quantization_config": BitsAndBytesConfig(**settings)}
+
+
+def _lora(settings: dict[str, Any]) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(**{"target_modules": "all-linear", "task_type": "CAUSAL_LM", **settings})
+
+
+def _model(
+    folder: str, how: dict[str, Any], adapters: Any, trained: Any, settings: dict[str, Any]
+) -> Any:
+    """The model of transformers' own trainers, which is prepared outside of them."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    config = AutoConfig.from_pretrained(folder)
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, **how)
+    if adapters is None:
+        return model
+    from peft import get_peft_model, prepare_model_for_kbit_training
+
+    if "quantization_config" in how and settings.get("prepare_for_kbit_training", True):
+        checkpoints = trained.gradient_checkpointing
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpoints)
+    elif trained.gradient_checkpointing:
+        model.enable_input_require_grads()
+    return get_peft_model(model, _lora(adapters))
+
+
+def _tokenizer() -> Any:
+    """A tokenizer with a token for each word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(_WORDS)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    return tokenizer
+
+
+def _rows(name: str, length: int, settings: dict[str, Any], trained: Any) -> Any:
+    """Rows of so many tokens; every second one is shorter if there is to be padding."""
+    from datasets import Dataset
+
+    lengths = (length, length - 1) if settings.get("padded") else (length, length)
+    made = [_row(name, each, settings, trained) for each in lengths]
+    if "label" in made[1]:
+        made[1]["label"] = False
+    in_a_step = trained.per_device_train_batch_size * trained.gradient_accumulation_steps
+    return Dataset.from_list(made * max(_PAIRS, 4 * in_a_step))
+
+
+def _row(name: str, length: int, settings: dict[str, Any], trained: Any) -> dict[str, Any]:
+    tokens, said = [_WORD] * length, _said(length)
+    if name in ("Trainer", "Seq2SeqTrainer"):
+        return {"input_ids": tokens, "attention_mask": [1] * length, "labels": tokens}
+    if name == "SFTTrainer":
+        return {"input_ids": tokens}
+    if name == "RewardTrainer":
+        return {"chosen": said, "rejected": said}
+    if name == "KTOTrainer":
+        return {"prompt": "word", "completion": f" {said}", "label": True}
+    if hasattr(trained, "max_completion_length") or hasattr(trained, "max_new_tokens"):
+        return {"prompt": _said(settings.get("max_prompt_length", 512))}
+    return {"prompt": "word", "chosen": f" {said}", "rejected": f" {said}"}
+
+
+def _said(length: int) -> str:
+    return " ".join(["word"] * length)
+
+
+def _reward(completions: Any, **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
