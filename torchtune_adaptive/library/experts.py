@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from torchtune_adaptive.common import UsageError
-from torchtune_adaptive.library.step_choices import WORST
+from torchtune_adaptive.library.step_questions import WORST
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
@@ -33,37 +32,6 @@ def sizes_of(routing: str, tokens: int, chosen: int, experts: int) -> list[int]:
         return [tokens] * chosen
     each, more = divmod(tokens * chosen, experts)
     return [size for number in range(experts) if (size := each + (number < more))]
-
-
-def balance_weight(model: Any, asked: float | None) -> float:
-    """The weight of the loss that balances experts in a step of TRL (1.16), which is 0 if it has none:
-    what is asked for, or else what the model's config says."""
-    config = model.config.get_text_config()
-    if not hasattr(config, "output_router_logits"):
-        if asked:
-            raise UsageError(
-                f"router_aux_loss_coef: {asked}, but {type(model).__name__} has no routers whose logits it "
-                "returns. Leave it out."
-            )
-        return 0.0
-    weight = float(getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked)
-    if weight and not hasattr(config, "num_experts"):
-        raise UsageError(
-            f"router_aux_loss_coef: TRL 1.16 looks for num_experts in the model's config, and "
-            f"{type(config).__name__} has none, so training fails. Set router_aux_loss_coef=0."
-        )
-    return weight
-
-
-def balance_loss(model: Any, logits: Any, mask: torch.Tensor | None) -> torch.Tensor:
-    """The loss that balances experts, as TRL computes it of the logits of all routers."""
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    config = model.config.get_text_config()
-    found: torch.Tensor = load_balancing_loss_func(
-        logits, config.num_experts, config.num_experts_per_tok, mask
-    )
-    return found
 
 
 class Routing:

@@ -15,7 +15,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,37 +24,44 @@ from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.experts import Routing
 from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
 from torchtune_adaptive.library.search import CheckedBatch
-from torchtune_adaptive.library.step_choices import EVEN
-from torchtune_adaptive.library.step_questions import TRACED_MICRO_BATCHES, StepQuestion
+from torchtune_adaptive.library.step_questions import EVEN, TRACED_MICRO_BATCHES, StepQuestion
 from torchtune_adaptive.library.summed_loss import SummedLoss
-from torchtune_adaptive.planner import AnyDepth, RecordedStep, StartUp, StepTracer, fill
+from torchtune_adaptive.planner import AnyDepth, RecordedStep, StartUp, StepTracer, TracedRun, fill
 
 _AS_WRITTEN = "compile: predicted as if nothing were compiled, which takes more (overestimates)"
 
 
 class StepsOfModel:
-    """The steps of one question with one ``routing`` of experts, each traced when it is asked for;
-    ``KeptSteps`` keeps them."""
+    """The steps of one question with one ``routing`` of experts, each traced when it is asked for."""
+
+    compiled = False
+    """Whether memory is that of compiled code; it is not, whatever is compiled."""
+    max_seq_len = None
 
     def __init__(self, question: StepQuestion, routing: str = EVEN) -> None:
         self._tracer = AnyDepth(
             lambda shorten: ModelTracer(question, shorten, routing),
-            lambda tracer: tracer.take_step(question.least),
+            lambda tracer: tracer.take_step(TracedRun.ROWS[0]),
         )
-        self.start_up: StartUp = self._tracer.start_up()
+        self._start_up = self._tracer.start_up()
+        self._steps: dict[int, RecordedStep] = {}
 
-    def step(self, rows: int) -> RecordedStep:
-        return self._tracer.step(lambda tracer: tracer.take_step(rows), where=counted(rows, "row"))
+    def start_up(self, length: int) -> StartUp:
+        return self._start_up
 
-    def of_phase(
-        self, name: str, rows: int, take: Callable[[ModelTracer], RecordedStep]
-    ) -> RecordedStep:
-        """What is done with so many rows between two steps, as a tracer takes it."""
-        return self._tracer.step(take, where=f"{name} of {counted(rows, 'row')}")
+    def step(self, rows: int, length: int) -> RecordedStep:
+        if rows not in self._steps:
+            where = counted(rows, "row")
+            self._steps[rows] = self._tracer.step(lambda one: one.take_step(rows), where=where)
+        return self._steps[rows]
 
-    def number(self, of: Callable[[ModelTracer], int]) -> int:
-        """A number that is linear in the number of layers."""
-        return self._tracer.number(of)
+    noted = step
+
+    def known(self) -> dict[tuple[int, int], RecordedStep]:
+        return {}  # all rows are as long
+
+    def known_first(self) -> dict[tuple[int, int], StartUp]:
+        return {}
 
     @property
     def has_experts(self) -> bool:
@@ -96,14 +102,13 @@ class ModelTracer(StepTracer):
             forward = partial(self._forward, question.forward, model)
             step = TrainStep(
                 model=model,
-                objective=SummedLoss(forward, (), shares=question.by_trainer),
+                objective=SummedLoss(forward, ()),
                 optimizers=[optimizer],
                 device=self.device,
                 memory=self.memory,
                 ranks=self.ranks,
                 options=StepOptions(
                     clip_grad_norm=question.max_grad_norm,
-                    gradients_in_buckets=not question.by_trainer,
                 ),
             )
             self.recorder.relabel(step.buckets, self.recorder.GRADIENTS)
@@ -112,30 +117,6 @@ class ModelTracer(StepTracer):
         if step.buckets:
             self.needs_all_layers = "buckets of gradients do not end where layers do"
         self.begin(step, [model])
-
-    def take_phase(
-        self, work: Callable[[nn.Module, Any, Callable[[str], None]], Any], batch: Any
-    ) -> RecordedStep:
-        """What is done without gradients between two steps, with a batch that is made on the host.
-
-        ``work`` is given the model, the batch on the device, and a function that says what it allocates next.
-        """
-
-        def label(category: str) -> None:
-            self.recorder.category = category
-
-        def done(_: Any) -> None:
-            fake = tree_map_only(torch.Tensor, self.fake_mode.from_tensor, batch)
-            on_device = self.step.to_device(fake)
-            label(self.recorder.ACTIVATIONS)
-            with self.memory.running():
-                work(self.step.model, on_device, label)
-                # What FSDP2 leaves gathered for a backward pass, which does not come.
-                for module in self.step.model.modules():
-                    if isinstance(module, FSDPModule):
-                        module.reshard()
-
-        return self.trace_forward(done)
 
     def take_step(self, rows: int) -> RecordedStep:
         made = self._batch(rows)

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torchtune_adaptive.common import arguments
-from torchtune_adaptive.library.kept_steps import KeptSteps, NotTraced, answer_of
-from torchtune_adaptive.library.step_choices import EVEN, WORST
-from torchtune_adaptive.library.step_questions import ANY_LENGTH, StepQuestion, step_question
-from torchtune_adaptive.planner import (
-    DeviceLimits,
-    Machine,
-    Pace,
-    Speed,
-    TracedRun,
-    call_alone,
-    step_table,
+from torchtune_adaptive.library.step_questions import (
+    ANY_LENGTH,
+    EVEN,
+    WORST,
+    StepQuestion,
+    step_question,
 )
+from torchtune_adaptive.planner import Machine, Speed, TracedRun, call_alone
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.optim import Optimizer
+
+    from torchtune_adaptive.library.model_steps import StepsOfModel
 
 log = logging.getLogger(__name__)
 
@@ -153,79 +151,40 @@ def plan_batch_size(
         length=length,
         machine=machine,
     )
-    return answered(question, timeout)
-
-
-def answered(question: StepQuestion, timeout: float) -> Plan:
-    """The answer to a question: from remembered steps, or from a process that may take so many seconds.
-
-    Raises:
-        UsageError: the timeout cannot be used.
-        NoPrediction: the step cannot be traced, or not in that time.
-    """
     arguments.seconds("timeout", timeout)
-    found = remembered(question)
-    if found is None:
-        log.info(f"Tracing a step in a process of its own, for at most {timeout:g} s.")
-        found = call_alone(_answer, question, timeout=timeout)
-    return found
+    log.info(f"Tracing a step in a process of its own, for at most {timeout:g} s.")
+    return call_alone(_answer, question, timeout=timeout)
 
 
-def tabulated(
-    question: StepQuestion,
-    devices: Sequence[tuple[DeviceLimits, Pace | None]],
-    rows: tuple[int, ...] | None,
-) -> step_table.StepTable:
-    """The table of a step on devices; where something is traced, in a process that does nothing else."""
-    steps = KeptSteps(question)
-    run = _run(steps, question)
-    devices = [(limits, _pace(pace, steps)) for limits, pace in devices]
-    # Fewer rows than follow from others take a trace each.
-    found = step_table.table_of(
-        run, question.asked, devices, rows, few=question.least > run.ROWS[0]
-    )
-    steps.remember()
-    return replace(found, as_written=steps.as_written)
+def _answer(question: StepQuestion) -> Plan:
+    """Predict, in a process that does nothing else."""
+    from torchtune_adaptive.library.model_steps import StepsOfModel
+    from torchtune_adaptive.planner import check_sums
 
-
-def _pace(pace: Pace | None, steps: KeptSteps) -> Pace | None:
-    """What the speed follows from, with what the steps say of the model."""
-    return pace and replace(pace, compiled=bool(steps.as_written), experts=steps.has_experts)
-
-
-def _run(steps: KeptSteps, question: StepQuestion) -> TracedRun:
-    rows = question.least, question.least + 1
-    return TracedRun(steps, ANY_LENGTH, rows=rows, searches=question.searches)
-
-
-def remembered(question: StepQuestion) -> Plan | None:
-    """The answer, if it takes no trace. It needs no torch."""
-    try:
-        return _answer(question, may_trace=False)
-    except NotTraced:
-        return None
-
-
-def _answer(question: StepQuestion, may_trace: bool = True) -> Plan:
-    """Predict; where something is traced, in a process that does nothing else."""
-    steps = KeptSteps(question, EVEN, may_trace)
+    if question.asked.device.caching:
+        check_sums()
+    steps = StepsOfModel(question, EVEN)
     even = _found(steps, question)
     if not steps.has_experts:
         return even
     worst = even
     if steps.routing_matters:
         log.info("Memory follows from how many rows each expert gets: tracing the worst case, too.")
-        worst = _found(KeptSteps(question, WORST, may_trace), question)
+        worst = _found(StepsOfModel(question, WORST), question)
     more = max(even, worst, key=lambda plan: plan.peak)
     experts = ExpertsPlan(*(RoutedPlan(each.peak, each.largest) for each in (even, worst)))
     least = min(even.largest, worst.largest)
     return replace(more, largest=least, speed=even.speed, experts=experts)
 
 
-def _found(steps: KeptSteps, question: StepQuestion) -> Plan:
-    asked = replace(question.asked, pace=_pace(question.asked.pace, steps))
-    found, about = answer_of(_run(steps, question), asked, steps, question.least + 1)
-    steps.remember()
+def _found(steps: StepsOfModel, question: StepQuestion) -> Plan:
+    asked = question.asked
+    if asked.pace:
+        pace = replace(
+            asked.pace, compiled=bool(steps.as_written), experts=steps.has_experts
+        )
+        asked = replace(asked, pace=pace)
+    found = TracedRun(steps, ANY_LENGTH).answer(asked)
     return Plan(
         found.largest,
         found.peak.rows,
@@ -236,5 +195,4 @@ def _found(steps: KeptSteps, question: StepQuestion) -> Plan:
         found.speed,
         found.peak.allocated,
         found.peak.with_retries,
-        unchecked=about,
     )

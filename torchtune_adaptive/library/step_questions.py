@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from torchtune_adaptive.planner import (
     Machine,
     Pace,
     Question,
-    TracedRun,
     gpus,
     planned_gpu,
 )
@@ -26,6 +25,11 @@ if TYPE_CHECKING:
 
 ANY_LENGTH = 1
 """Length that stands for rows as long as ``worst_case`` makes them."""
+
+EVEN, WORST = "even", "worst"
+"""Routings: all experts get as many rows, or all tokens go to the same experts, each with all tokens. All
+ranks but those of expert parallelism compute all experts for their own rows, so no routing gives one more.
+Which of the two takes more memory depends on what an expert that gets rows allocates."""
 
 TRACED_MICRO_BATCHES = 3
 """The most micro-batches of a step that are traced: the first, which finds no gradients; one between,
@@ -44,16 +48,6 @@ class StepQuestion:
     max_grad_norm: float | None
     asked: Question
     assumptions: tuple[str, ...]
-    least: int = TracedRun.ROWS[0]
-    """The rows from which on each more takes as much memory as the one before."""
-    searches: bool = True
-    """Whether the run searches for a size before it trains."""
-    by_trainer: bool = False
-    """Whether a trainer takes the steps, without this package: gradients then lie beside DDP's buckets."""
-    facts: Mapping[str, Any] | None = None
-    """What its traced steps depend on, by which they are remembered; None if not all of it is known."""
-    cache: bool | str = False
-    """Where they are kept: in the user's cache, in another folder, or not."""
 
 
 def step_question(

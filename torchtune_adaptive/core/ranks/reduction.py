@@ -19,7 +19,6 @@ from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.buckets import Buckets
 from torchtune_adaptive.core.ranks.collectives import Collectives
-from torchtune_adaptive.core.ranks.ddp_buckets import DdpBuckets
 from torchtune_adaptive.core.ranks.supported import is_split, wrapped_in
 
 _NO_CONTEXT = nullcontext()
@@ -138,13 +137,11 @@ class Replicas(Reduction):
 
     in_last = places = True
 
-    def __init__(
-        self, wrapped: DistributedDataParallel, ranks: Ranks, buckets: type[Buckets]
-    ) -> None:
+    def __init__(self, wrapped: DistributedDataParallel, ranks: Ranks) -> None:
         super().__init__(averaged_over=1)
         self._wrapped = wrapped
         self._ranks = ranks
-        self._buckets = buckets.of(wrapped)
+        self._buckets = Buckets.of(wrapped)
         self._works: list[dist.Work] = []
         self.memory = self._buckets.tensors
 
@@ -196,21 +193,16 @@ class Replicas(Reduction):
 
 
 def reduction_of(
-    model: nn.Module,
-    ranks: Ranks,
-    holders: Ranks,
-    each_batch: bool = True,
-    in_buckets: bool = True,
+    model: nn.Module, ranks: Ranks, holders: Ranks, each_batch: bool = True
 ) -> Reduction:
     """The way in which the gradients of a model are reduced.
 
     Args:
         holders: the ranks with the same rows.
         each_batch: whether FSDP reduces those of each micro-batch.
-        in_buckets: whether those of DDP are parts of its buckets.
     """
     if wrapped := wrapped_in(model):
-        return Replicas(wrapped, ranks, Buckets if in_buckets else DdpBuckets)
+        return Replicas(wrapped, ranks)
     averaged_over = fsdp.divisor(model) or ranks.size // holders.size
     if not each_batch and fsdp.roots(model):
         return WithLast(model, averaged_over)

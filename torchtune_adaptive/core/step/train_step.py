@@ -79,9 +79,6 @@ class StepOptions:
     sync_each_batch: bool = True
     """Whether FSDP reduces the gradients of each micro-batch. If not, each rank adds up whole ones and
     reduces them with the last: fewer collectives, and as much memory as unsharded gradients take."""
-    gradients_in_buckets: bool = True
-    """Whether the gradients of ``DistributedDataParallel`` are parts of its buckets. If not, they lie beside
-    them, as where it reduces them itself: more memory, for plans of such steps."""
     measure_noise: bool = False
     """Whether gradient noise is measured, by one more norm of each micro-batch's gradient. Not possible where
     optimizers step in backward: there the step's gradient is never complete."""
@@ -145,9 +142,7 @@ class TrainStep:
                 "model: its experts have gradients of the rows of other ranks, whose noise cannot be told "
                 "apart. Do not measure gradient noise."
             )
-        self._reduction = reduction_of(
-            model, ranks, self._holders, options.sync_each_batch, options.gradients_in_buckets
-        )
+        self._reduction = reduction_of(model, ranks, self._holders, options.sync_each_batch)
         measures_noise = options.measure_noise and not options.optimizer_in_backward
         self._noise = SmallBatches(device, self._reduction, measures_noise)
         # Noise is measured where the gradient of each rank is complete, and not yet reduced.
