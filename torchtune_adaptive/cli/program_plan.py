@@ -112,8 +112,10 @@ def plan_of_program(
     gpu: str | None,
     memory: int | None,
     machine: Machine,
+    title: str = "",
 ) -> str:
-    """Print a prediction of what a program trains; returns its verdict.
+    """Print a prediction of what a program trains, whose rows are made up if it has a title: a trainer's file
+    does; returns its verdict.
 
     Raises:
         ConfigError: an option cannot work.
@@ -128,7 +130,12 @@ def plan_of_program(
         remedy = "Write what is for the program after its name"
         raise ConfigError("plan", arguments.words[0], "stands before a program", remedy)
     words = arguments.program
-    if words[0] != "-m" and not Path(words[0]).is_file() and not programs.command(words[0]):
+    if (
+        not title
+        and words[0] != "-m"
+        and not Path(words[0]).is_file()
+        and not programs.command(words[0])
+    ):
         remedy = "Give the path of a script, or the command of an installed package"
         raise ConfigError("PROGRAM", words[0], "is not a file", remedy)
     kind = gpus.gpu(gpu or gpus.DEFAULT)
@@ -142,6 +149,8 @@ def plan_of_program(
         rows=arguments.rows,
         length=arguments.seq_len,
         assumed=_assumed(arguments.assume or ()),
+        made_up=bool(title),
+        title=title,
         shows=arguments.show_output,
     )
     alike = [one for one in others if one.capability == kind.capability]
@@ -219,7 +228,11 @@ def _assumed(given: Sequence[str]) -> dict[str, Any]:
 
 def _about(program: programs.Program, plan: programs.ProgramPlan) -> list[str]:
     """What has been planned, for people."""
-    seen, lines = plan.seen, [f"program: {' '.join(program.words)}, run to its third step"]
+    seen, lines = (
+        plan.seen,
+        [f"program: {program.title or ' '.join(program.words)}, run to its third step"],
+    )
+    lines += plan.notes
     if seen is None:
         lines.append(
             "batches: as the program makes them, without a DataLoader; no other sizes are planned"
@@ -231,9 +244,10 @@ def _about(program: programs.Program, plan: programs.ProgramPlan) -> list[str]:
             row = f"{program.length} tokens, made of the longest of {among}"
         elif seen.tokens > 1:
             row += f", {counted(seen.tokens, 'token')}"
-        lines.append(
-            f"rows: {row}; a batch has such rows, and one that is shorter where rows differ"
-        )
+        if not program.made_up:
+            lines.append(
+                f"rows: {row}; a batch has such rows, and one that is shorter where rows differ"
+            )
         if seen.read:
             lines.append(
                 f"data: {seen.read:,} of the {seen.there:,} rows of the dataset, the longest among them"

@@ -27,12 +27,16 @@ class Program:
     """Tokens of a row, if not those of its longest row."""
     assumed: Mapping[str, Any] = field(default_factory=dict)
     """Values that the program asks for and nobody knows, by the place where it does."""
+    made_up: bool = False
+    """Whether its rows are made up, as long as its arguments allow."""
+    title: str = ""
+    """What it is called, if not by its words."""
     shows: bool = False
     """Whether what it prints is shown, with the traceback where it fails."""
 
     @property
     def name(self) -> str:
-        return " ".join(self.words[: 1 + (self.words[0] == "-m")])
+        return self.title or " ".join(self.words[: 1 + (self.words[0] == "-m")])
 
 
 class Seen(NamedTuple):
@@ -63,6 +67,8 @@ class ProgramPlan(NamedTuple):
     """Whether it compiles something, which is planned as if it did not."""
     uncounted: frozenset[str] = frozenset()
     """Kernels of its own that multiply matrices, of whose time only that of reading and writing is known."""
+    notes: tuple[str, ...] = ()
+    """What was made up for it, for people."""
 
 
 Devices = Callable[[int], Sequence[tuple[DeviceLimits, Pace | None]]]
