@@ -7,7 +7,7 @@ every token of which has a label, and one that is shorter, so that there is padd
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
@@ -40,53 +40,80 @@ class MadeUpRows:
 
     def __init__(self, length: int | None) -> None:
         self._length = length
-        self._arguments: Any = None
-        """Those of transformers' Trainer, which a program makes before it reads rows."""
+        self._wanted = _Wanted("", length or _PROMPT, 1)
 
     def follow(self, imports: WhenImported) -> None:
         """Make them up from now on."""
         imports.call("datasets.load", lambda it: put(it, "load_dataset", self._loaded))
         imports.call("trl.scripts.utils", lambda it: put(it, "get_dataset", self._loaded))
         imports.call("transformers.training_args", self._of_arguments)
+        imports.call("axolotl.utils.config", self._of_axolotl)
+        imports.call(
+            "axolotl.utils.data.shared",
+            lambda it: put(it, "load_dataset_with_config", self._of_config),
+        )
         imports.call("transformers.models.auto.tokenization_auto", _of_tokenizers)
 
     def _of_arguments(self, module: Any) -> None:
-        made = module.TrainingArguments.__post_init__
+        """What TRL's scripts are told, before they read rows."""
+        begin = module.TrainingArguments.__post_init__
 
-        def noted(arguments: Any) -> None:
+        def begun(arguments: Any) -> None:
             if self._length is not None and hasattr(arguments, "max_length"):
                 arguments.max_length = self._length
-            self._arguments = arguments
-            made(arguments)
+            kind = type(arguments).__name__.removesuffix("Config")
+            length = self._length or getattr(arguments, "max_length", _PROMPT)
+            of_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+            self._wanted = _Wanted(kind, length, of_step)
+            begin(arguments)
 
-        put(module.TrainingArguments, "__post_init__", noted)
+        put(module.TrainingArguments, "__post_init__", begun)
+
+    def _of_axolotl(self, module: Any) -> None:
+        """What Axolotl is told."""
+        normalize = module.normalize_config
+
+        def normalized(config: Any) -> Any:
+            done = normalize(config)
+            of_step = config.micro_batch_size * config.gradient_accumulation_steps
+            self._wanted = _Wanted(str(config.rl or "SFT").upper(), config.sequence_len, of_step)
+            return done
+
+        put(module, "normalize_config", normalized)
+
+    def _of_config(self, config: Any, *_: Any, **options: Any) -> Any:
+        """What Axolotl reads for one of its datasets, as it is after that has been prepared."""
+        if self._wanted.kind != "SFT":
+            config["type"] = None
+        return self._loaded(split="train", **options)
 
     def _loaded(self, *_: Any, split: Any = None, streaming: bool = False, **__: Any) -> Any:
-        """What ``load_dataset`` gives: rows for the trainer whose arguments are there."""
+        """What ``load_dataset`` gives: rows for the trainer of which is known what it is told."""
         from datasets import Dataset
 
-        given = self._arguments
-        length = self._length or getattr(given, "max_length", _PROMPT)
+        kind, length, of_step = self._wanted
         if length is None:
             raise NoPrediction(
                 "max_length: null, so nothing says how long rows may be. Give it with --max-length."
             )
-        kind = type(given).__name__.removesuffix("Config")
-        of_step = (
-            given.per_device_train_batch_size * given.gradient_accumulation_steps if given else 1
-        )
         rows = [_row(kind, length), _row(kind, max(2, length - _SHORTER), first=False)]
         made = Dataset.from_list(rows).select(_order(of_step))
-        _note_rows(length)
+        note(
+            f"rows: made up, {length:,} tokens each, one of a batch is shorter; the file's data are not read"
+        )
         if streaming:
             made = made.to_iterable_dataset()
         return made if split is not None else _AnySplit(made)
 
 
-def _note_rows(length: int) -> None:
-    note(
-        f"rows: made up, {length:,} tokens each, one of a batch is shorter; the file's data are not read"
-    )
+class _Wanted(NamedTuple):
+    """The rows that are made up."""
+
+    kind: str
+    """Of trainer, as TRL begins its name."""
+    length: int | None
+    of_step: int
+    """The rows of a step on each rank."""
 
 
 class _AnySplit(dict[str, Any]):
@@ -108,14 +135,14 @@ def _order(of_step: int) -> list[int]:
 def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
     """A row for one of TRL's trainers, which cut off what is longer than they allow."""
     tokens = [_TOKEN] * length
-    text = f" {_WORD}" * (2 * length if first else length)
+    text = f" {_WORD}" * (length - 1)
     by_trainer: dict[str, dict[str, Any]] = {
-        "SFT": {"input_ids": tokens, "labels": tokens},
+        "SFT": {"input_ids": tokens, "labels": tokens, "attention_mask": [1] * length},
         "Reward": {"chosen_ids": tokens, "rejected_ids": tokens},
         "DPO": {"prompt": _WORD, "chosen": text, "rejected": text},
         "KTO": {"prompt": _WORD, "completion": text, "label": first},
     }
-    return by_trainer.get(kind, {"prompt": " ".join([_WORD] * length), "solution": _WORD})
+    return by_trainer.get(kind, {"text": text, "prompt": text, "solution": _WORD})
 
 
 def _of_tokenizers(auto: Any) -> None:
