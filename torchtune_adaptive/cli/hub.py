@@ -14,13 +14,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.cli.other_trainers.keys import names
 from torchtune_adaptive.common import ConfigError, network
 
 _FILE = "config.json"
-_SHAPE = names(
-    "head_dim hidden_size intermediate_size max_position_embeddings n_embd n_head n_layer n_positions "
-    "num_attention_heads num_hidden_layers num_key_value_heads vocab_size"
+_SHAPE = (
+    *(
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "n_embd",
+        "n_head",
+    ),
+    *("n_layer", "n_positions", "num_attention_heads", "num_hidden_layers", "num_key_value_heads"),
+    "vocab_size",
 )
 """Keys whose values are 1 or more, or null."""
 _MOST_PARTS, _LARGEST = 10_000, 1 << 31

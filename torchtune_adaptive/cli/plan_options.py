@@ -9,16 +9,17 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from torchtune_adaptive.cli.hub import model_of
+from torchtune_adaptive.cli.hub import model_of, require_config
 from torchtune_adaptive.cli.machine_options import add_arguments as add_machine_options
 from torchtune_adaptive.cli.machine_options import machine_told
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile, read_file
 from torchtune_adaptive.cli.program_plan import plan_of_program, split
 from torchtune_adaptive.cli.recipes import require_recipes
 from torchtune_adaptive.cli.transformers_plan import (
-    GENERATING,
     METHODS,
+    TRAINERS,
     plan_transformers,
     refuse_unused_options,
 )
@@ -32,7 +33,7 @@ from torchtune_adaptive.common import (
     printable,
     table,
 )
-from torchtune_adaptive.planner import DOES_NOT_FIT, gpus
+from torchtune_adaptive.planner import DOES_NOT_FIT, Machine, gpus
 
 EXIT_STATUS = {"FITS": 0, DOES_NOT_FIT: 1, "UNCERTAIN": 2}
 NO_ANSWER = 2
@@ -68,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--trainer",
-        choices=("Trainer", "SFTTrainer", "DPOTrainer", *GENERATING),
         help="whose step to plan for a --hf model: transformers' Trainer's or that of one of TRL's trainers, "
         "whose settings are the overrides, e.g. per_device_train_batch_size=4 (default: SFTTrainer)",
     )
@@ -196,32 +196,46 @@ def _plan(arguments: argparse.Namespace) -> int:
         ranks, gpu = _gpus(arguments.nproc, gpu, nodes)
         told = ranks if ranks > 1 or arguments.nproc else None  # else the launcher says
         return EXIT_STATUS[plan_of_program(arguments, told, gpu, memory, machine)]
+    if file := _trainer_file(arguments):
+        return EXIT_STATUS[_plan_file(file, arguments, gpu, nodes, memory, machine)]
     for option in ("rows", "assume", "show-output"):
         if (value := getattr(arguments, option.replace("-", "_"))) not in (None, False):
             raise ConfigError(f"--{option}", str(value), "is for a program", "Leave it out")
-    file = _trainer_file(arguments)
-    ranks, gpu = _gpus(arguments.nproc, gpu, nodes, file.ranks if file else None)
-    if arguments.hf and not file:
-        arguments.trainer = arguments.trainer or "SFTTrainer"
-    of_others = file is not None or arguments.trainer is not None
-    if of_others:
-        refuse_unused_options(arguments, file)
-    if file and file.settings.get("fsdp") and ranks == 1:
-        reason = "shares the weights among GPUs, and one is planned"
-        remedy = "Say how many: --gpu 2x4090, or --nproc"
-        raise ConfigError("fsdp", str(file.path), reason, remedy)
-    # Last, as the Hub may be asked.
-    if given := arguments.hf or (file and file.model):
-        arguments.hf = model_of(given)
-    elif of_others:
+    ranks, gpu = _gpus(arguments.nproc, gpu, nodes)
+    if arguments.hf:
+        arguments.trainer = arguments.trainer or TRAINERS[0]
+        if arguments.trainer not in TRAINERS:
+            remedy = f"Use one of {', '.join(TRAINERS)}"
+            raise ConfigError("--trainer", arguments.trainer, "is not planned by --hf", remedy)
+        refuse_unused_options(arguments)
+        arguments.hf = model_of(arguments.hf)  # last, as the Hub may be asked
+        return EXIT_STATUS[plan_transformers(arguments, ranks, gpu, memory, machine)]
+    if arguments.trainer:
         remedy = "Give the model by it: ORG/NAME of the Hub, or a folder"
         raise ConfigError("--trainer", arguments.trainer, "is for --hf", remedy)
-    if of_others:
-        return EXIT_STATUS[plan_transformers(arguments, ranks, gpu, memory, machine, file)]
     require_recipes("plan without --hf MODEL")
     from torchtune_adaptive.cli.plan_command import plan_config
 
     return EXIT_STATUS[plan_config(arguments, ranks, gpu, memory, machine)]
+
+
+def _plan_file(
+    file: TrainerFile,
+    arguments: argparse.Namespace,
+    gpu: str | None,
+    nodes: tuple[int, int] | None,
+    memory: int | None,
+    machine: Machine,
+) -> str:
+    """Print a prediction of what a trainer's file trains; returns its verdict."""
+    require_config(model_of(file.model).folder)
+    ranks, gpu = _gpus(arguments.nproc, gpu, nodes)
+    told = ranks if ranks > 1 or arguments.nproc else None
+    arguments.trainer = arguments.accelerate = arguments.hf = None  # which the command has
+    arguments.words = []
+    with TemporaryDirectory() as folder:
+        arguments.program = file.words(Path(folder))
+        return plan_of_program(arguments, told, gpu, memory, machine, file.title)
 
 
 def _trainer_file(arguments: argparse.Namespace) -> TrainerFile | None:
@@ -232,7 +246,8 @@ def _trainer_file(arguments: argparse.Namespace) -> TrainerFile | None:
     launch = arguments.accelerate
     file = None
     if len(names) == 1 and Path(names[0]).is_file():
-        file = read_file(Path(names[0]), changes, launch, arguments.trainer, arguments.seq_len)
+        asked = arguments.trainer, arguments.seq_len, arguments.hf
+        file = read_file(Path(names[0]), changes, launch, *asked)
     if launch and not file:
         reason = "goes with a file of another trainer"
         raise ConfigError("--accelerate", str(launch), reason, "Name that file first")
@@ -251,20 +266,14 @@ def _no_option(option: str, following: str = "VALUE") -> ConfigError:
 
 
 def _gpus(
-    nproc: int | None,
-    gpu: str | None,
-    nodes: tuple[int, int] | None = None,
-    processes: int | None = None,
+    nproc: int | None, gpu: str | None, nodes: tuple[int, int] | None = None
 ) -> tuple[int, str | None]:
-    """The number of GPUs and the name of one, which may be given together: ``2x4090``. ``processes`` is the
-    number that an accelerate configuration has."""
+    """The number of GPUs and the name of one, which may be given together: ``2x4090``."""
     if nproc is not None and nproc < 1:
         raise ConfigError("--nproc", nproc, "is not a number of GPUs", "Use 1 or more")
     numbers = {"--nproc": nproc} if nproc is not None else {}
     if nodes is not None:
         numbers["--nodes"] = nodes[0] * nodes[1]
-    if processes is not None:
-        numbers["num_processes"] = processes
     if together := re.fullmatch(r"([1-9]\d*) *x *(.+)", gpu or ""):
         gpu, numbers["--gpu"] = together[2], int(together[1])
     if len({*numbers.values()}) > 1:

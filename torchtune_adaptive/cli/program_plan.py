@@ -112,8 +112,10 @@ def plan_of_program(
     gpu: str | None,
     memory: int | None,
     machine: Machine,
+    title: str = "",
 ) -> str:
-    """Print a prediction of what a program trains; returns its verdict.
+    """Print a prediction of what a program trains, whose rows are made up if it has a title: a trainer's file
+    does; returns its verdict.
 
     Raises:
         ConfigError: an option cannot work.
@@ -128,7 +130,12 @@ def plan_of_program(
         remedy = "Write what is for the program after its name"
         raise ConfigError("plan", arguments.words[0], "stands before a program", remedy)
     words = arguments.program
-    if words[0] != "-m" and not Path(words[0]).is_file() and not programs.command(words[0]):
+    if (
+        not title
+        and words[0] != "-m"
+        and not Path(words[0]).is_file()
+        and not programs.command(words[0])
+    ):
         remedy = "Give the path of a script, or the command of an installed package"
         raise ConfigError("PROGRAM", words[0], "is not a file", remedy)
     kind = gpus.gpu(gpu or gpus.DEFAULT)
@@ -142,6 +149,8 @@ def plan_of_program(
         rows=arguments.rows,
         length=arguments.seq_len,
         assumed=_assumed(arguments.assume or ()),
+        made_up=bool(title),
+        title=title,
         shows=arguments.show_output,
     )
     alike = [one for one in others if one.capability == kind.capability]
@@ -150,7 +159,9 @@ def plan_of_program(
     found = dict(zip((one.name for one in alike), plan.answers[1:], strict=True))
     for one in others:
         if one.name not in found:  # a program may take other branches there
-            apart = replace(program, gpu=one, rows=plan.answers[0].peak.rows if plan.seen else None)
+            apart = replace(
+                program, gpu=one, rows=plan.answers[0].peak.rows if plan.about.seen else None
+            )
             found[one.name] = _planned(apart, _Devices(one, (), machine.for_other_gpus)).answers[0]
     compared = [DeviceAnswer.of(found[one.name]) for one in others]
     answer = plan.answers[0]
@@ -194,9 +205,9 @@ def _planned(program: programs.Program, devices: _Devices) -> programs.ProgramPl
 
 def _unit(plan: programs.ProgramPlan) -> str:
     """What speeds count."""
-    if plan.seen is None:
+    if plan.about.seen is None:
         return "batches"
-    return "tokens" if plan.seen.tokens > 1 else "rows"
+    return "tokens" if plan.about.seen.tokens > 1 else "rows"
 
 
 def _pace(kind: gpus.Gpu, ranks: int, machine: Machine) -> Pace | None:
@@ -219,7 +230,11 @@ def _assumed(given: Sequence[str]) -> dict[str, Any]:
 
 def _about(program: programs.Program, plan: programs.ProgramPlan) -> list[str]:
     """What has been planned, for people."""
-    seen, lines = plan.seen, [f"program: {' '.join(program.words)}, run to its third step"]
+    seen, lines = (
+        plan.about.seen,
+        [f"program: {program.title or ' '.join(program.words)}, run to its third step"],
+    )
+    lines += plan.about.notes
     if seen is None:
         lines.append(
             "batches: as the program makes them, without a DataLoader; no other sizes are planned"
@@ -231,17 +246,18 @@ def _about(program: programs.Program, plan: programs.ProgramPlan) -> list[str]:
             row = f"{program.length} tokens, made of the longest of {among}"
         elif seen.tokens > 1:
             row += f", {counted(seen.tokens, 'token')}"
-        lines.append(
-            f"rows: {row}; a batch has such rows, and one that is shorter where rows differ"
-        )
+        if not program.made_up:
+            lines.append(
+                f"rows: {row}; a batch has such rows, and one that is shorter where rows differ"
+            )
         if seen.read:
             lines.append(
                 f"data: {seen.read:,} of the {seen.there:,} rows of the dataset, the longest among them"
             )
-    if plan.compiles:
+    if plan.about.compiles:
         lines.append("compile: planned as if nothing were compiled, which takes more (upper bound)")
-    if plan.uncounted:
-        names = ", ".join(sorted(plan.uncounted))
+    if plan.about.uncounted:
+        names = ", ".join(plan.about.uncounted)
         lines.append(
             f"speed: without the products of {names}, whose time is not known (upper bound)"
         )
@@ -254,9 +270,9 @@ def _blocks(
 ) -> list[Block]:
     peak, device = answer.peak, answer.device
     each = f"each of {plan.ranks} x " if plan.ranks > 1 else ""
-    size = f"batch of {peak.rows}" if plan.seen else "its batch"
+    size = f"batch of {peak.rows}" if plan.about.seen else "its batch"
     fits = f" Largest that fits: {answer.largest}." if answer.largest else " Not even one row fits."
-    largest = fits if plan.seen else ""
+    largest = fits if plan.about.seen else ""
     batches = f" x {plan.micro_batches} in a step" if plan.micro_batches > 1 else ""
     lines = [
         f"{size}{batches}: {answer.verdict}, peak {peak_of(device, peak.reserved)}.{largest}",
@@ -269,7 +285,7 @@ def _blocks(
     parts = sorted(peak.parts.items(), key=lambda part: -part[1])
     rows = [(name, human_bytes(size)) for name, size in parts if size >= 1 << 20]
     rows.append(("held by the allocator", human_bytes(peak.reserved)))
-    header = ("peak memory", f"at {peak.rows}" if plan.seen else "")
+    header = ("peak memory", f"at {peak.rows}" if plan.about.seen else "")
     blocks: list[Block] = [Paragraph(lines, important=True), Table("", header, rows, right={1})]
     if answer.speed:
         blocks += speed_blocks(
@@ -293,7 +309,7 @@ def _print_json(
         "device": asdict(answer.device),
         "peak": asdict(answer.peak),
         "micro_batches": plan.micro_batches,
-        "tokens_in_a_row": plan.seen.tokens if plan.seen else None,
+        "tokens_in_a_row": plan.about.seen.tokens if plan.about.seen else None,
         **speed_as_dict(answer.speed, plan.ranks, asked_job, answer.fits),
         "speed": asdict(answer.speed) if answer.speed else None,
         "compared": [asdict(one) for one in compared],

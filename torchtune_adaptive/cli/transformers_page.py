@@ -1,4 +1,4 @@
-"""The page of a step of transformers' or TRL's trainers: ``--html`` with ``--trainer`` or their files."""
+"""The page of a step of transformers' or TRL's trainers: ``--html`` with ``--trainer``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torchtune_adaptive.cli.other_trainers.files import TrainerFile
 from torchtune_adaptive.cli.page_choices import (
     NOT_FINISHED,
     Page,
@@ -32,10 +31,8 @@ if TYPE_CHECKING:
 
 _PRELOAD = "torchtune_adaptive.library.preload"
 _AS_ASKED = "as asked"
-_CHECKPOINTING = ("gradient_checkpointing", True)
-"""The setting that switches checkpointing on, where no file has another."""
 ROWS = "per_device_train_batch_size"
-"""The setting that has the rows of a micro-batch, where no file has another."""
+"""The setting that has the rows of a micro-batch."""
 
 
 def write_step_page(
@@ -44,7 +41,6 @@ def write_step_page(
     plan: Plan,
     device: DeviceLimits,
     question: dict[str, Any],
-    file: TrainerFile | None,
 ) -> None:
     """Write the page of a step that has a plan; where the user interrupts, of what is known by then.
     ``question`` has the arguments of ``step.plan``, and whether speeds are known (``timed``).
@@ -63,17 +59,16 @@ def write_step_page(
     names = offered_gpus(device.name, () if is_told else names_to_choose(arguments.compare))
     own = names.index(device.name)
     on = [question["gpu"] if name == device.name else name for name in names]
-    tables = _Tables(step, on, own, question, file)
+    tables = _Tables(step, on, own, question)
     with suppress(KeyboardInterrupt):
         tables.ask()
     if not tables.choices:
         write_page(arguments.html, None)
         return
-    rows_key = file.trainer.rows if file else ROWS
     page = Page(
-        subject=file.path.name if file else f"{arguments.hf.name}, {step.trainer}",
-        command=_command(arguments, file, rows_key),
-        rows_key=rows_key,
+        subject=f"{arguments.hf.name}, {step.trainer}",
+        command=_command(arguments),
+        rows_key=ROWS,
         rows=step.per_device_train_batch_size,
         accumulation=step.gradient_accumulation_steps,
         devices=[(name, words_for_gpu(name, arguments)) for name in names],
@@ -93,7 +88,6 @@ class _Tables:
         gpus: the names of the GPUs.
         own: the place of the one that the user asks for.
         question: the arguments of ``step.plan``, and ``timed``.
-        file: the trainer's file, if there is one.
     """
 
     def __init__(
@@ -102,9 +96,8 @@ class _Tables:
         gpus: list[str],
         own: int,
         question: dict[str, Any],
-        file: TrainerFile | None,
     ) -> None:
-        self._step, self._question, self._file = step, question, file
+        self._step, self._question = step, question
         self._gpus = gpus
         self._own = own
         self._tables: dict[str, tuple[TransformersStep, Future[step_table.StepTable]]] = {}
@@ -136,9 +129,8 @@ class _Tables:
 
     @property
     def _has_other_ranks(self) -> bool:
-        """Whether there may be another number of GPUs: neither nodes nor accelerate's file say it."""
-        told_in_file = self._file is not None and self._file.ranks is not None
-        return not told_in_file and self._question["machine"].gpus_in_a_node is None
+        """Whether there may be another number of GPUs: no nodes say it."""
+        return self._question["machine"].gpus_in_a_node is None
 
     @property
     def choices(self) -> list[PageChoice]:
@@ -167,8 +159,7 @@ class _Tables:
         is_on = step.gradient_checkpointing
         overrides = ""
         if is_on != self._step.gradient_checkpointing:
-            key, on = self._file.trainer.checkpointing if self._file else _CHECKPOINTING
-            overrides = f"{key}={str(on if is_on else not on).lower()}"
+            overrides = f"gradient_checkpointing={str(is_on).lower()}"
         checkpointing = "on" if is_on else "off"
         return PageChoice(step.max_length, step.ranks, checkpointing, overrides, table)
 
@@ -185,19 +176,15 @@ def _changes(step: TransformersStep, has_other_ranks: bool) -> Iterator[tuple[st
                 yield counted(ranks, "GPU"), {"ranks": ranks}
 
 
-def _command(arguments: argparse.Namespace, file: TrainerFile | None, rows_key: str) -> str:
+def _command(arguments: argparse.Namespace) -> str:
     """What to type for the same step; the page adds the rows and their length."""
     words = ["tune-adaptive", "plan"]
-    if file:
-        words.append(str(file.path))
     given = {
-        "--hf": arguments.hf.given if not file or arguments.hf.given != file.model else None,
+        "--hf": arguments.hf.given,
         "--trainer": arguments.trainer,
         "--method": arguments.method,
-        "--accelerate": arguments.accelerate,
     }
     words += [word for pair in given.items() if pair[1] for word in map(str, pair)]
-    length_key = file.trainer.length if file else "max_length"
-    left_out = (f"{rows_key}=", f"{length_key}=")
+    left_out = (f"{ROWS}=", "max_length=")
     changes = [word for word in arguments.words if "=" in word and not word.startswith(left_out)]
     return shlex.join([*words, *words_for_machine(arguments), *changes])

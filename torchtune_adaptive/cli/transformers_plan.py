@@ -14,7 +14,6 @@ import yaml
 from torchtune_adaptive.cli.hub import require_config
 from torchtune_adaptive.cli.job import Job, job
 from torchtune_adaptive.cli.margin import caution, caution_of_retries, estimate_line, peak_of
-from torchtune_adaptive.cli.other_trainers.files import TrainerFile
 from torchtune_adaptive.cli.page_choices import names_in, require_file
 from torchtune_adaptive.cli.plan_progress import with_progress
 from torchtune_adaptive.cli.speed_report import (
@@ -23,7 +22,6 @@ from torchtune_adaptive.cli.speed_report import (
     speed_as_dict,
     speed_blocks,
 )
-from torchtune_adaptive.cli.trainer_file_report import advice, subject
 from torchtune_adaptive.cli.transformers_page import ROWS, write_step_page
 from torchtune_adaptive.cli.transformers_rollouts_report import rollouts_blocks, verdict_of
 from torchtune_adaptive.common import (
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
 METHODS = ("full", "lora", "qlora")
 GENERATING = ("GRPOTrainer", "RLOOTrainer")
 """TRL's trainers that generate the rows they train on."""
+TRAINERS = ("SFTTrainer", "DPOTrainer", "Trainer", *GENERATING)
 _HEADROOM = 0.05
 _NOT_SETTINGS = ("folder", "load_in_4bit", "lora", "ranks", "trainer")
 """Fields of a step that options give."""
@@ -57,9 +56,8 @@ def plan_transformers(
     gpu: str | None,
     memory: int | None,
     machine: Machine,
-    file: TrainerFile | None = None,
 ) -> str:
-    """Print a prediction, of the step that options describe or a trainer's file; returns its verdict.
+    """Print a prediction, of the step that options describe; returns its verdict.
 
     Raises:
         ConfigError: an option or a setting cannot work.
@@ -69,7 +67,7 @@ def plan_transformers(
     kind = gpus.gpu(gpu or gpus.DEFAULT)
     device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
 
-    step = _step_of(file, arguments, ranks) if file else _step(arguments, ranks)
+    step = _step(arguments, ranks)
     device = step.limits(device)
     names = names_in(arguments.compare)
     others = [gpus.gpu(name, "--compare") for name in names]
@@ -78,20 +76,20 @@ def plan_transformers(
         require_file(arguments.html)
     # Not by the capacity: vLLM takes its share of the whole card.
     question = {"gpu": kind.name, "memory": memory, "headroom": _HEADROOM, "machine": machine}
-    plan = _plan(step, question, _estimate(step, device, file))
+    plan = _plan(step, question, _estimate(step, device))
     is_named = gpu is not None or memory is None
     if not is_named:  # how fast a GPU is does not follow from its memory
         plan = replace(plan, speed=None)
     hints = ["padded=True or False says whether rows are padded"] * (not step.in_one_row)
     if step.dtype == "float32":
         hints.append("dtype=bfloat16 is for a model that is loaded in that type")
-    told = (*arguments.hf.about, *(file.notes if file else hints))
+    told = (*arguments.hf.about, *hints)
     told += plan.assumptions if plan.speed else assumptions
     if is_named and plan.speed is None and step.trainer not in GENERATING:
         told += (f"no speed: that of a {kind.name} is not known in the type that is computed in",)
     told += (plan.unchecked,) * bool(plan.unchecked)
     plan = replace(plan, assumptions=(*step.about(), *told))
-    verdict, blocks = _answered(plan, step, device, file, asked_job)
+    verdict, blocks = _answered(plan, step, device, asked_job)
     compared = [
         _on(one, step, machine if one == kind else machine.for_other_gpus) for one in others
     ]
@@ -99,8 +97,6 @@ def plan_transformers(
         blocks.append(compare_table(compared, ranks, asked_job))
     if arguments.json:
         about = {"verdict": verdict, "device": asdict(device), "step": asdict(step)}
-        if file:
-            about["file"] = {"path": str(file.path), "trainer": file.trainer.name}
         fits = verdict != DOES_NOT_FIT
         about |= speed_as_dict(plan.speed, ranks, asked_job, fits)
         others_found = [asdict(one) for one in compared]
@@ -108,7 +104,7 @@ def plan_transformers(
     else:
         print(arguments.render(blocks), end="")
     if arguments.html:
-        write_step_page(arguments, step, plan, device, {**question, "timed": is_named}, file)
+        write_step_page(arguments, step, plan, device, {**question, "timed": is_named})
     return verdict
 
 
@@ -127,18 +123,13 @@ def _on(kind: gpus.Gpu, step: TransformersStep, machine: Machine) -> DeviceAnswe
     return DeviceAnswer(device, _verdict(plan, device), *found, plan.speed)
 
 
-def _estimate(step: TransformersStep, device: DeviceLimits, file: TrainerFile | None) -> str:
+def _estimate(step: TransformersStep, device: DeviceLimits) -> str:
     """The line that is shown while the step is traced, if there is one."""
     about = None if device.before_ampere else step.estimated()  # attention may take more there
     if about is None:
         return ""
-    where = f"{_rows_key(file)} {step.per_device_train_batch_size}"
+    where = f"{ROWS} {step.per_device_train_batch_size}"
     return estimate_line(device, about, step.ESTIMATE_ERROR, where)
-
-
-def _rows_key(file: TrainerFile | None) -> str:
-    """The key of the micro-batch, in the words of the trainer's file."""
-    return file.trainer.rows if file else ROWS
 
 
 def _verdict(plan: Plan, device: DeviceLimits) -> str:
@@ -149,7 +140,6 @@ def _answered(
     plan: Plan,
     step: TransformersStep,
     device: DeviceLimits,
-    file: TrainerFile | None,
     asked_job: Job,
 ) -> tuple[str, list[Block]]:
     """The verdict and the answer."""
@@ -157,19 +147,18 @@ def _answered(
 
     if isinstance(plan, RolloutsPlan) and isinstance(step, TransformersRollouts):
         verdict = verdict_of(plan, device)
-        return verdict, rollouts_blocks(plan, step, device, verdict, file)
+        return verdict, rollouts_blocks(plan, step, device, verdict)
     verdict = _verdict(plan, device)
-    return verdict, _blocks(plan, step, device, verdict, file, asked_job)
+    return verdict, _blocks(plan, step, device, verdict, asked_job)
 
 
-def refuse_unused_options(arguments: argparse.Namespace, file: TrainerFile | None) -> None:
+def refuse_unused_options(arguments: argparse.Namespace) -> None:
     """Refuse the options of ``plan`` to which these steps have no answer.
 
     Raises:
         ConfigError: one is given.
     """
-    trainer = file.settings["trainer"] if file else arguments.trainer
-    for name in (*_UNUSED, *(_OF_STEPS if trainer in GENERATING else ())):
+    for name in (*_UNUSED, *(_OF_STEPS if arguments.trainer in GENERATING else ())):
         if value := getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
             remedy = "Leave it out, or plan one of torchtune's configs"
@@ -182,11 +171,6 @@ def _kind(trainer: str) -> type[TransformersStep]:
     from torchtune_adaptive.library import TransformersRollouts, TransformersStep
 
     return TransformersRollouts if trainer in GENERATING else TransformersStep
-
-
-def _step_of(file: TrainerFile, arguments: argparse.Namespace, ranks: int) -> TransformersStep:
-    kind = _kind(file.settings["trainer"])
-    return kind(folder=str(arguments.hf.folder), ranks=ranks, **file.settings)
 
 
 def _step(arguments: argparse.Namespace, ranks: int) -> TransformersStep:
@@ -235,7 +219,6 @@ def _blocks(
     step: TransformersStep,
     device: DeviceLimits,
     verdict: str,
-    file: TrainerFile | None,
     asked_job: Job,
 ) -> list[Block]:
     peak = peak_of(device, plan.peak)
@@ -243,8 +226,8 @@ def _blocks(
     devices = f"{step.ranks}{' x' * (step.ranks > 1)} {device.name}"
     rows_of = f"{'pairs of ' * step.has_pairs}rows of {step.max_length} tokens"
     lines = [
-        f"{_rows_key(file)} {plan.rows}: {verdict}, peak {peak}. {largest}",
-        f"{subject(file) if file else step.trainer} on {devices}, {rows_of}",
+        f"{ROWS} {plan.rows}: {verdict}, peak {peak}. {largest}",
+        f"{step.trainer} on {devices}, {rows_of}",
     ]
     if plan.with_retries:
         lines.append(caution_of_retries(f"with {plan.rows}"))
@@ -256,8 +239,6 @@ def _blocks(
             f"Experts: {human_bytes(even.peak)} where all get as many tokens, {human_bytes(worst.peak)} "
             f"where all tokens go to the same; largest that fits: {even.largest} and {worst.largest}."
         )
-    if file:
-        lines.append(advice(file, plan.rows, step.gradient_accumulation_steps, plan.largest))
     assumed = plan.assumptions
     if plan.experts and not plan.experts.differ:
         assumed = (*assumed, "experts: wherever routers send tokens, memory is the same")
@@ -268,6 +249,5 @@ def _blocks(
     blocks: list[Block] = [Paragraph(lines, important=True), Table("", header, rows, right={1})]
     if plan.speed:
         fits = verdict != DOES_NOT_FIT
-        key = _rows_key(file)
-        blocks += speed_blocks(plan.speed, plan.rows, step.ranks, asked_job, fits, key)
+        blocks += speed_blocks(plan.speed, plan.rows, step.ranks, asked_job, fits, ROWS)
     return [*blocks, Listing("What is planned", assumed)]

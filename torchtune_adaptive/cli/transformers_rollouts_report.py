@@ -7,8 +7,6 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.cli.margin import caution, caution_of_retries, peak_of
-from torchtune_adaptive.cli.other_trainers.files import TrainerFile
-from torchtune_adaptive.cli.trainer_file_report import subject, what_takes_less
 from torchtune_adaptive.common import Block, Listing, Paragraph, Table, human_bytes
 from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits
 
@@ -31,7 +29,6 @@ def rollouts_blocks(
     step: TransformersRollouts,
     device: DeviceLimits,
     verdict: str,
-    file: TrainerFile | None,
 ) -> list[Block]:
     """The answer, what each phase takes and what of."""
     limiting = next(phase for phase in plan.phases if phase.name == plan.limiting)
@@ -42,7 +39,7 @@ def rollouts_blocks(
     lines = [
         f"per_device_train_batch_size {plan.rows}: {verdict}. {limiting.name.capitalize()} has the least "
         f"room: {peak_of(limits, limiting.peak)}{beside}. {largest}",
-        f"{subject(file) if file else step.trainer} on {devices}, prompts of {step.max_prompt_length} and "
+        f"{step.trainer} on {devices}, prompts of {step.max_prompt_length} and "
         f"completions of {step.max_completion_length} tokens",
         *_about_vllm(plan, step),
     ]
@@ -50,7 +47,7 @@ def rollouts_blocks(
         lines.append(caution_of_retries(f"in {limiting.name}"))
     elif limits.verdict(limiting.peak) == "UNCERTAIN":
         lines.append(caution(limits, f"in {limiting.name}"))
-    lines.append(_advice(plan, step, file))
+    lines.append(_advice(plan, step))
     return [
         Paragraph(lines, important=True),
         _phases(plan, device),
@@ -105,29 +102,29 @@ def _missing(plan: RolloutsPlan) -> int:
     return max(0, plan.engine.weights - share)
 
 
-def _advice(plan: RolloutsPlan, step: TransformersRollouts, file: TrainerFile | None) -> str:
+def _advice(plan: RolloutsPlan, step: TransformersRollouts) -> str:
     """What to write: the largest micro-batch that fits and keeps the rows of a step and of a generation, or
     what else takes less memory."""
-    where = f" in {file.path.name}" if file else ""
     if not plan.largest:
         ways = ["a shorter max_completion_length"]
         if step.colocated and not step.vllm_enable_sleep_mode:
             ways.insert(0, "vllm_enable_sleep_mode: true")
         if step.has_reference and not step.lora:
             ways.insert(0, "beta: 0, which needs no reference")
-        checkpointing = None if step.gradient_checkpointing else ("gradient_checkpointing", True)
-        adapters = None if step.lora else (("use_peft", True) if file else ("--method", "lora"))
-        return what_takes_less(where, ways, checkpointing, adapters)
+        switched = ["gradient_checkpointing: true"] * (not step.gradient_checkpointing)
+        switched = ["--method: lora"] * (not step.lora) + switched
+        less = ", ".join(switched + ways)
+        return f"What takes less: {less}; or more GPUs that share the weights (FSDP2)"
     of_step = plan.rows * step.gradient_accumulation_steps
     both = gcd(of_step, step.rows_generated)
     best = max(size for size in range(1, min(plan.largest, both) + 1) if both % size == 0)
     if best == plan.rows:
-        return f"Nothing has to change{where}."
+        return "Nothing has to change."
     words = f"per_device_train_batch_size: {best}, gradient_accumulation_steps: {of_step // best}"
     if step.steps_per_generation is not None:
         words += f", steps_per_generation: {step.rows_generated // best}"
     return (
-        f"Write{where}: {words} (a step keeps its {of_step} rows on each GPU, and a generation its "
+        f"Write: {words} (a step keeps its {of_step} rows on each GPU, and a generation its "
         f"{step.rows_generated})"
     )
 

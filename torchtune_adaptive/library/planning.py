@@ -180,9 +180,7 @@ def _answer(question: StepQuestion) -> Plan:
 def _found(steps: StepsOfModel, question: StepQuestion) -> Plan:
     asked = question.asked
     if asked.pace:
-        pace = replace(
-            asked.pace, compiled=bool(steps.as_written), experts=steps.has_experts
-        )
+        pace = replace(asked.pace, compiled=bool(steps.as_written), experts=steps.has_experts)
         asked = replace(asked, pace=pace)
     found = TracedRun(steps, ANY_LENGTH).answer(asked)
     return Plan(

@@ -1,52 +1,73 @@
-"""Which trainer a YAML file is of, and what it becomes: settings of the transformers step."""
+"""Which trainer a YAML file is of, and the command that trains what it says."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from torchtune_adaptive.cli.other_trainers.accelerate import read_launch
-from torchtune_adaptive.cli.other_trainers.axolotl import AXOLOTL
-from torchtune_adaptive.cli.other_trainers.keys import FileReading, Trainer, names
-from torchtune_adaptive.cli.other_trainers.llama_factory import LLAMA_FACTORY
-from torchtune_adaptive.cli.other_trainers.trl import DPO, GENERATED, SFT
-from torchtune_adaptive.cli.other_trainers.trl_rollouts import GRPO, RLOO
-from torchtune_adaptive.common import ConfigError, NoPrediction, load_yaml
+from torchtune_adaptive.common import ConfigError, load_yaml
 
 _OPTION = "a trainer's file"
 _TRL = "TRL"
-_MARKS = {
-    AXOLOTL.name: (
+
+
+@dataclass(frozen=True)
+class OtherTrainer:
+    """A trainer whose files are planned."""
+
+    package: str
+    model: str
+    """The key of the model."""
+    marks: frozenset[str]
+    """Keys of which a file of this trainer has at least one, and those of others have none."""
+    program: tuple[str, ...]
+    """What trains, before the file's path."""
+    length: str
+    """The key of the longest row."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+TRAINERS = {
+    "Axolotl": OtherTrainer(
+        "axolotl",
         "base_model",
-        names("micro_batch_size sequence_len adapter datasets num_epochs optimizer"),
+        _names("micro_batch_size sequence_len adapter datasets num_epochs optimizer"),
+        ("-m", "axolotl.cli.train"),
+        "sequence_len",
     ),
-    LLAMA_FACTORY.name: (
+    "LLaMA-Factory": OtherTrainer(
+        "llamafactory",
         "model_name_or_path",
-        names(
+        _names(
             "stage finetuning_type cutoff_len template lora_target lora_rank dataset dataset_dir"
         ),
+        ("-m", "llamafactory.cli", "train"),
+        "cutoff_len",
     ),
-    _TRL: (
+    _TRL: OtherTrainer(
+        "trl",
         "model_name_or_path",
-        names(
+        _names(
             "dataset_name datasets use_peft lora_r lora_target_modules dtype attn_implementation "
             "load_in_4bit load_in_8bit packing_strategy completion_only_loss dataset_text_field beta "
             "precompute_ref_log_probs num_generations max_completion_length reward_funcs use_vllm"
         ),
+        ("-m", "torchtune_adaptive.cli.other_trainers.trl"),
+        "max_length",
     ),
 }
-"""For each trainer the key of its model, and keys of which a file of that trainer has at least one and those
-of others have none."""
-_OF_LLAMA_FACTORY_1 = names("model_class train_dataset peft_config dist_config kernel_config")
+_OF_LLAMA_FACTORY_1 = _names("model_class train_dataset peft_config dist_config kernel_config")
 """Keys of the files of LLaMA-Factory's version 1, which are other ones."""
-_TRAINERS = {"SFTTrainer": SFT, "DPOTrainer": DPO, "GRPOTrainer": GRPO, "RLOOTrainer": RLOO}
-"""TRL's, by the names of their classes."""
-_OF_ACCELERATE = names("distributed_type compute_environment")
+_OF_ACCELERATE = _names("distributed_type compute_environment")
 
 
 @dataclass(frozen=True)
@@ -54,15 +75,43 @@ class TrainerFile:
     """A trainer's file, as it is planned."""
 
     path: Path
-    trainer: Trainer
-    model: str
-    """The name or the folder of the model."""
-    settings: Mapping[str, Any]
-    """Those of the transformers step, but for its folder and ranks."""
-    ranks: int | None
-    """The number of GPUs, if a file says it."""
-    notes: tuple[str, ...]
-    """What is taken for granted, and what is not read, for people."""
+    name: str
+    """The name of the trainer."""
+    given: Mapping[str, Any]
+    """What it has, with what is changed."""
+    changed: bool
+    launch: Path | None
+    """The accelerate configuration that goes with it."""
+    asked: str | None
+    """The name of TRL's trainer, which a file of TRL does not say."""
+
+    @property
+    def model(self) -> str:
+        return str(self.given[TRAINERS[self.name].model])
+
+    @property
+    def title(self) -> str:
+        return f"{self.path.name} ({self.name})"
+
+    def words(self, folder: Path) -> tuple[str, ...]:
+        """The command; a changed file is written into a folder.
+
+        Raises:
+            ConfigError: the trainer is not installed.
+        """
+        trainer, path = TRAINERS[self.name], self.path
+        if find_spec(trainer.package) is None:
+            reason = f"is of {self.name}, which is not installed, and its own program is run"
+            raise ConfigError(_OPTION, str(path), reason, f"pip install {trainer.package}")
+        if self.changed:
+            path = folder / path.name
+            path.write_text(yaml.safe_dump(dict(self.given), sort_keys=False))
+        launch = [str(self.launch)] if self.launch else []
+        if self.name == _TRL:  # which launches by itself
+            option = ["--accelerate_config", *launch] if launch else []
+            return (*trainer.program, str(path), self.asked or "", *option)
+        launcher = ["accelerate", "launch", "--config_file", *launch] if launch else []
+        return (*launcher, *trainer.program, str(path))
 
 
 def read_file(
@@ -71,6 +120,7 @@ def read_file(
     launch: Path | None = None,
     asked: str | None = None,
     length: int | None = None,
+    model: str | None = None,
 ) -> TrainerFile | None:
     """Read a trainer's file; None if it is of none, or of torchtune.
 
@@ -78,36 +128,32 @@ def read_file(
         path: of the file.
         changes: ``key=value`` in place of what the file has.
         launch: an accelerate configuration to go with it.
-        asked: the name of TRL's trainer, which a file of TRL does not say.
+        asked: the name of TRL's trainer.
         length: of the rows, in place of the one that the file has.
+        model: a name or a folder, in place of the one that the file has.
 
     Raises:
         ConfigError: the file cannot be read, it cannot be told whose it is, or a change makes no sense.
-        NoPrediction: a key that memory depends on cannot be planned.
     """
     given = _loaded(path)
     name = None if given is None else recognized(given, path)
     if given is None or name is None:
         return None
-    trainer = _trainer(name, given, asked)
+    if asked and name != _TRL:
+        raise ConfigError("--trainer", asked, f"is not of a file of {name}", "Leave it out")
     for change in changes:
-        _apply(given, change, trainer)
-    if length is not None:
-        given[trainer.length] = length
-    reading = trainer.read(given)
-    ranks = None
-    if launch is not None:
-        ranks = read_launch(_launch(launch), reading)
-    _refuse_quantized(trainer, given, reading)
-    if reading.refusals:
-        lines = "".join(f"\n  {refusal}" for refusal in reading.refusals)
-        raise NoPrediction(f"{path} cannot be planned as {trainer.name} trains it:{lines}")
-    model = given.get(trainer.model)
-    if not isinstance(model, str):
+        _apply(given, change)
+    before = dict(given)
+    if length is not None and name != _TRL:  # some of whose trainers have no such key
+        given[TRAINERS[name].length] = length
+    if model is not None:
+        given[TRAINERS[name].model] = model
+    if not isinstance(model := given[TRAINERS[name].model], str):
         reason, remedy = "is not the name of a model", "Write its name or its folder"
-        raise ConfigError(trainer.model, model, reason, remedy)
-    notes = [*reading.notes, *_unread(reading.not_read, reading.unknown, trainer)]
-    return TrainerFile(path, trainer, model, reading.settings, ranks, tuple(notes))
+        raise ConfigError(TRAINERS[name].model, model, reason, remedy)
+    if launch is not None:
+        _require_launch(launch)
+    return TrainerFile(path, name, given, bool(changes) or given != before, launch, asked)
 
 
 def recognized(given: Mapping[str, Any], path: Path) -> str | None:
@@ -118,7 +164,7 @@ def recognized(given: Mapping[str, Any], path: Path) -> str | None:
     """
     if _has_component(given):
         return None
-    if not any(model in given for model, _ in _MARKS.values()):
+    if not any(trainer.model in given for trainer in TRAINERS.values()):
         if _OF_ACCELERATE & set(given):
             reason = "is an accelerate configuration, which does not say what is trained"
             raise ConfigError(
@@ -130,9 +176,9 @@ def recognized(given: Mapping[str, Any], path: Path) -> str | None:
             raise ConfigError(_OPTION, str(path), reason, remedy)
         return None
     found = {
-        name: sorted(marks & set(given))
-        for name, (model, marks) in _MARKS.items()
-        if model in given and marks & set(given)
+        name: sorted(trainer.marks & set(given))
+        for name, trainer in TRAINERS.items()
+        if trainer.model in given and trainer.marks & set(given)
     }
     if len(found) == 1:
         return next(iter(found))
@@ -142,28 +188,12 @@ def recognized(given: Mapping[str, Any], path: Path) -> str | None:
             _OPTION, str(path), f"has keys of several trainers ({both})", "Keep those of one"
         )
     looked = "; ".join(
-        f"{name}: {model} and one of {', '.join(sorted(marks))}"
-        for name, (model, marks) in _MARKS.items()
+        f"{name}: {trainer.model} and one of {', '.join(sorted(trainer.marks))}"
+        for name, trainer in TRAINERS.items()
     )
     raise ConfigError(
         _OPTION, str(path), "may be of several trainers, or of none", f"Looked for, {looked}"
     )
-
-
-def _trainer(name: str, given: Mapping[str, Any], asked: str | None) -> Trainer:
-    """The table for a file; ``asked`` decides among TRL's, or the keys that only one of them has."""
-    if name != _TRL:
-        if asked:
-            raise ConfigError("--trainer", asked, f"is not of a file of {name}", "Leave it out")
-        return AXOLOTL if name == AXOLOTL.name else LLAMA_FACTORY
-    if asked:
-        if asked not in _TRAINERS:
-            remedy = f"Use one of {', '.join(_TRAINERS)}"
-            raise ConfigError("--trainer", asked, f"is not of a file of {name}", remedy)
-        return _TRAINERS[asked]
-    if set(GENERATED) & set(given):
-        return RLOO if (RLOO.known() - GRPO.known()) & set(given) else GRPO
-    return DPO if (DPO.known() - SFT.known()) & set(given) else SFT
 
 
 def _loaded(path: Path, option: str = "CONFIG") -> dict[str, Any] | None:
@@ -178,7 +208,7 @@ def _loaded(path: Path, option: str = "CONFIG") -> dict[str, Any] | None:
     return {str(key): value for key, value in given.items()} if isinstance(given, dict) else None
 
 
-def _launch(path: Path) -> dict[str, Any]:
+def _require_launch(path: Path) -> None:
     given = _loaded(path, "--accelerate")
     if given is None or not _OF_ACCELERATE & set(given):
         reason = "is not an accelerate configuration that can be read"
@@ -186,19 +216,13 @@ def _launch(path: Path) -> dict[str, Any]:
             f"It has one of {', '.join(sorted(_OF_ACCELERATE))}; `accelerate config` writes one"
         )
         raise ConfigError("--accelerate", str(path), reason, remedy)
-    return given
 
 
-def _apply(given: dict[str, Any], change: str, trainer: Trainer) -> None:
+def _apply(given: dict[str, Any], change: str) -> None:
     """Change a key, which may be one inside of a block: ``fsdp_config.version=2``."""
     key, equals, value = change.partition("=")
-    first = key.partition(".")[0]
     if not equals:
         raise ConfigError("KEY=VALUE", change, "is not an override", "Write key=value")
-    if first not in trainer.known():
-        nearest = trainer.nearest(first)
-        remedy = f"Did you mean {nearest}?" if nearest else "Write a key that its files have"
-        raise ConfigError(first, value, f"is not a key of {trainer.name}", remedy)
     *blocks, last = key.split(".")
     block = given
     for name in blocks:
@@ -209,34 +233,6 @@ def _apply(given: dict[str, Any], change: str, trainer: Trainer) -> None:
         block[last] = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ConfigError(key, value, f"is not YAML ({error})", "Write key=value") from None
-
-
-def _refuse_quantized(trainer: Trainer, given: Mapping[str, Any], reading: FileReading) -> None:
-    """Refuse weights of 4 or 8 bits that nothing trains, or that FSDP2 cannot shard."""
-    bits = next((n for n in (4, 8) if reading.settings.get(f"load_in_{n}bit")), None)
-    if bits and not reading.settings.get("lora"):
-        key, value = trainer.adapters
-        reason = f"trains the weights themselves, and those of {bits} bits have no gradients"
-        remedy = f"Train adapters ({key}: {str(value).lower()})"
-        reading.refuse(key, given.get(key), reason, remedy)
-    if bits == 8 and reading.settings.get("fsdp"):
-        reading.refusals.append(
-            "weights of 8 bits with FSDP2, which cannot shard integers. Load them with 4 bits, or plan DDP "
-            "without the keys for FSDP (more memory)."
-        )
-
-
-def _unread(ignored: Sequence[str], unknown: Sequence[str], trainer: Trainer) -> list[str]:
-    found = []
-    if ignored:
-        found.append(
-            f"not read: {', '.join(ignored)}; no memory of a training step depends on them"
-        )
-    for key in unknown:
-        nearest = trainer.nearest(key)
-        meant = f"; did you mean {nearest}?" if nearest else ""
-        found.append(f"WARNING: {key} is unknown, and not read{meant}")
-    return found
 
 
 def _has_component(value: Any) -> bool:

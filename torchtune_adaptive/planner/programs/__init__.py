@@ -12,7 +12,11 @@ from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
     from torchtune_adaptive.planner.programs.commands import command
-    from torchtune_adaptive.planner.programs.process import plan_program, remembered_plan, tabulate_program
+    from torchtune_adaptive.planner.programs.process import (
+        plan_program,
+        remembered_plan,
+        tabulate_program,
+    )
     from torchtune_adaptive.planner.programs.request import (
         OnGpus,
         Program,

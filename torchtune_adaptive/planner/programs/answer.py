@@ -9,7 +9,7 @@ from typing import Protocol
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner import step_table
 from torchtune_adaptive.planner.memory.peak import DeviceLimits, peak
-from torchtune_adaptive.planner.programs.request import Devices, Program, ProgramPlan, Seen
+from torchtune_adaptive.planner.programs.request import About, Devices, Program, ProgramPlan
 from torchtune_adaptive.planner.speed.speed import Pace
 from torchtune_adaptive.planner.traced_run import Answer, Question, StepsOfAnySize, TracedRun
 
@@ -25,15 +25,9 @@ class StepsOfProgram(StepsOfAnySize, Protocol):
     @property
     def ranks(self) -> int: ...
     @property
-    def seen(self) -> Seen | None: ...
-    @property
     def micro_batches(self) -> int: ...
     @property
-    def compiles(self) -> bool: ...
-    @property
-    def uncounted(self) -> frozenset[str]: ...
-    @property
-    def quantized(self) -> bool: ...
+    def about(self) -> About: ...
     def unchecked(self, beyond: int) -> str:
         """What is said where the largest size cannot be run; empty if it has to be."""
         ...
@@ -48,7 +42,8 @@ class ProgramAnswers:
 
     def __init__(self, program: Program, steps: StepsOfProgram) -> None:
         self._program, self._steps = program, steps
-        if steps.seen is None:
+        self._seen = steps.about.seen
+        if self._seen is None:
             for option, value in (("--rows", program.rows), ("--max-length", program.length)):
                 if value is not None:
                     raise NoPrediction(
@@ -60,7 +55,7 @@ class ProgramAnswers:
         """What the steps take on devices, and how fast they are."""
         steps, given = self._steps, self._devices(devices)
         unchecked = ""
-        if steps.seen is None:
+        if self._seen is None:
             answers = [self._of_its_batch(device, pace) for device, pace in given]
         else:
             asked = [self._question(device, pace) for device, pace in given]
@@ -72,21 +67,12 @@ class ProgramAnswers:
                     raise
                 asked = [replace(one, confirmed=False) for one in asked]
                 answers = [self._traced.answer(one) for one in asked]
-        return ProgramPlan(
-            answers,
-            steps.ranks,
-            steps.seen,
-            steps.micro_batches,
-            steps.compiles,
-            steps.uncounted,
-            steps.quantized,
-            unchecked,
-        )
+        return ProgramPlan(answers, steps.ranks, steps.micro_batches, steps.about, unchecked)
 
     @property
     def irregular(self) -> bool:
         """Whether sizes do not follow from others."""
-        return self._steps.seen is not None and self._traced.direct
+        return self._seen is not None and self._traced.direct
 
     def table(self, devices: Devices, rows: tuple[int, ...] | None = None) -> step_table.StepTable:
         """What many sizes take on devices, of which the first is the one that is asked about.
@@ -94,7 +80,7 @@ class ProgramAnswers:
         Raises:
             NoPrediction: no other sizes are planned.
         """
-        if self._steps.seen is None:
+        if self._seen is None:
             raise NoPrediction(
                 f"--html: no DataLoader makes the batches of {self._program.name}, so no other sizes are "
                 "planned. Leave it out."
@@ -107,7 +93,7 @@ class ProgramAnswers:
 
     def _devices(self, devices: Devices) -> list[tuple[DeviceLimits, Pace | None]]:
         """The devices, with the error that predictions for these steps have."""
-        quantized = self._steps.quantized
+        quantized = self._steps.about.quantized
         return [
             (one.fragmented if quantized else one, pace and replace(pace, quantized=quantized))
             for one, pace in devices(self._steps.ranks)
@@ -120,20 +106,20 @@ class ProgramAnswers:
     @property
     def _own(self) -> int:
         """The rows that are run in any case."""
-        assert self._steps.seen is not None
-        return self._program.rows or self._steps.seen.rows
+        assert self._seen is not None
+        return self._program.rows or self._seen.rows
 
     @property
     def _sizes(self) -> tuple[int, int]:
         """The two numbers of rows from which others follow."""
-        assert self._steps.seen is not None
-        tokens = self._steps.seen.tokens
+        assert self._seen is not None
+        tokens = self._seen.tokens
         filling = -(-_TOKENS // max(1, tokens - 1)) if tokens > 1 else 1
         least = max(TracedRun.ROWS[0], self._own, filling)
         return least, least + 1
 
     def _question(self, device: DeviceLimits, pace: Pace | None) -> Question:
-        assert self._steps.seen is not None
+        assert self._seen is not None
         return Question(
             device,
             self._own,
@@ -142,7 +128,7 @@ class ProgramAnswers:
             pace=pace,
             ceiling=self._program.ceiling,
             confirmed=True,
-            tokens=self._steps.seen.tokens,
+            tokens=self._seen.tokens,
         )
 
     def _of_its_batch(self, device: DeviceLimits, pace: Pace | None) -> Answer:

@@ -18,7 +18,7 @@ from torchtune_adaptive.common import Cache, cache_folder, package_fingerprint
 from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.programs.answer import NotRun, StepsOfProgram
-from torchtune_adaptive.planner.programs.request import Program, Seen
+from torchtune_adaptive.planner.programs.request import About, Program, Seen
 
 _MOST_KEPT = 100
 _SESSION = ("TERM", "WINDOW", "SSH_", "XDG_SESSION", "DBUS_", "VSCODE_", "TMUX", "STY", "COLORTERM")
@@ -95,25 +95,13 @@ class KeptSteps:
         return int(self._fact("ranks"))
 
     @property
-    def seen(self) -> Seen | None:
-        found = self._fact("seen")
-        return None if found is None else Seen(*found)
-
-    @property
     def micro_batches(self) -> int:
         return int(self._fact("micro_batches"))
 
     @property
-    def compiles(self) -> bool:
-        return bool(self._fact("compiles"))
-
-    @property
-    def uncounted(self) -> frozenset[str]:
-        return frozenset(self._fact("uncounted"))
-
-    @property
-    def quantized(self) -> bool:
-        return bool(self._fact("quantized"))
+    def about(self) -> About:
+        seen, *others = self._fact("about")
+        return About(None if seen is None else Seen(*seen), *others)
 
     def unchecked(self, beyond: int) -> str:
         checked = sorted(int(name) for name in self._steps if name.isdigit())
@@ -124,9 +112,9 @@ class KeptSteps:
 
     def kept(self, read: Collection[str], irregular: bool) -> Kept:
         """All of this, which follows from the files that were ``read``."""
-        for name in ("ranks", "seen", "micro_batches", "compiles", "uncounted", "quantized"):
+        for name in ("ranks", "micro_batches", "about"):
             self._fact(name)
-        about = {**self._about, "uncounted": sorted(self.uncounted), "irregular": irregular}
+        about = {**self._about, "irregular": irregular}
         return Kept(self._steps, about, read)
 
     def _fact(self, name: str) -> Any:

@@ -37,9 +37,9 @@ def follow(imports: WhenImported, gpu: Gpu) -> None:
     imports.call("triton.runtime.driver", lambda driver: _of_driver(driver, gpu))
 
 
-def uncounted() -> frozenset[str]:
+def uncounted() -> tuple[str, ...]:
     """The kernels launched in steps whose matrix products nobody has counted."""
-    return frozenset(_multiplying)
+    return tuple(sorted(_multiplying))
 
 
 _multiplying: set[str] = set()

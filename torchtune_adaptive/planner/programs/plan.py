@@ -11,7 +11,7 @@ from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.programs.answer import ProgramAnswers
 from torchtune_adaptive.planner.programs.kept import Kept, KeptSteps
-from torchtune_adaptive.planner.programs.request import Program, Seen
+from torchtune_adaptive.planner.programs.request import About, Program
 from torchtune_adaptive.planner.programs.run import ProgramRun, Ran
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.planner.trace.any_depth import AnyDepth
@@ -65,20 +65,8 @@ class RunSteps:
         return any(made.shortening.removed for made in self._shortened)
 
     @property
-    def seen(self) -> Seen | None:
-        return self._tracer.any.ran.seen
-
-    @property
-    def compiles(self) -> bool:
-        return self._tracer.any.ran.compiles
-
-    @property
-    def uncounted(self) -> frozenset[str]:
-        return self._tracer.any.ran.uncounted
-
-    @property
-    def quantized(self) -> bool:
-        return self._tracer.any.ran.quantized
+    def about(self) -> About:
+        return self._tracer.any.ran.about
 
     def unchecked(self, beyond: int) -> str:
         return ""  # all sizes can be run
@@ -92,7 +80,8 @@ class RunSteps:
         return self._start_up
 
     def step(self, rows: int, length: int) -> RecordedStep:
-        own = self.seen is None or rows == (self._rows or self.seen.rows)
+        seen = self.about.seen
+        own = seen is None or rows == (self._rows or seen.rows)
         asked = self._rows if own else rows
         return self._tracer.step(
             lambda tracer: tracer.step(asked), self._period, counted(rows, "row")

@@ -30,14 +30,16 @@ class Program:
     """Tokens of a row, if not those of its longest row."""
     assumed: Mapping[str, Any] = field(default_factory=dict)
     """Values that the program asks for and nobody knows, by the place where it does."""
+    made_up: bool = False
+    """Whether its rows are made up, as long as its arguments allow."""
+    title: str = ""
+    """What it is called, if not by its words."""
     shows: bool = False
     """Whether what it prints is shown, with the traceback where it fails."""
     ceiling: int = 1 << 14
     """The largest batch that is considered."""
     cache: bool | str = True
     """Where its runs are remembered: in the user's cache, in another folder, or not."""
-    title: str = ""
-    """What it is called, if not by its words."""
 
     @property
     def name(self) -> str:
@@ -59,21 +61,29 @@ class Seen(NamedTuple):
     """The rows of that dataset."""
 
 
+class About(NamedTuple):
+    """What a run of a program has shown besides its steps."""
+
+    seen: Seen | None = None
+    """None where its batches are not made by a loader, so that they cannot have other rows."""
+    compiles: bool = False
+    """Whether it compiles something, which is planned as if it did not."""
+    uncounted: tuple[str, ...] = ()
+    """Kernels of its own that multiply matrices, of whose time only that of reading and writing is known."""
+    quantized: bool = False
+    """Whether weights have few bits, with which the allocator's memory is predicted less exactly."""
+    notes: tuple[str, ...] = ()
+    """What was made up for it, for people."""
+
+
 class ProgramPlan(NamedTuple):
     """The memory and the speed of a program's steps, on each device that was asked about."""
 
     answers: Sequence[Answer]
     ranks: int
-    seen: Seen | None
-    """None where its batches are not made by a loader, so that they cannot have other rows."""
     micro_batches: int
     """Their number in a step."""
-    compiles: bool
-    """Whether it compiles something, which is planned as if it did not."""
-    uncounted: frozenset[str] = frozenset()
-    """Kernels of its own that multiply matrices, of whose time only that of reading and writing is known."""
-    quantized: bool = False
-    """Whether weights have few bits, with which the allocator's memory is predicted less exactly."""
+    about: About
     unchecked: str = ""
     """What is said where the largest batch follows from remembered runs, and was not run itself."""
 

@@ -8,7 +8,7 @@ with other rows or another number of layers, and end after the third step of the
 - ``device`` shows it a GPU, and ``autocast`` what that casts,
 - ``models`` makes models without weights, and ``quantized`` lets these have few bits,
 - ``kernels`` and ``registered`` see the kernels that it launches,
-- ``loader`` makes its batches,
+- ``loader`` makes its batches, and ``made_up`` rows where a trainer's file is planned,
 - ``known`` records what it does on the device, and computes what follows from data; ``unknown`` is about what
   does not,
 - ``steps`` cuts that into steps.
@@ -36,6 +36,7 @@ from torchtune_adaptive.planner.programs import (
     device,
     hub,
     kernels,
+    made_up,
     quantized,
     ranks,
     registered,
@@ -46,7 +47,7 @@ from torchtune_adaptive.planner.programs.known import ProgramWatch
 from torchtune_adaptive.planner.programs.loader import LongestBatches
 from torchtune_adaptive.planner.programs.models import Models
 from torchtune_adaptive.planner.programs.private import let_backward_run_in
-from torchtune_adaptive.planner.programs.request import Program, Seen
+from torchtune_adaptive.planner.programs.request import About, Program
 from torchtune_adaptive.planner.programs.steps import WANTED, ProgramSteps
 from torchtune_adaptive.planner.programs.surroundings import Surroundings
 from torchtune_adaptive.planner.programs.unknown import Assumed
@@ -60,10 +61,7 @@ class Ran(NamedTuple):
     start_up: StartUp
     step: RecordedStep
     shortening: Shortening
-    seen: Seen | None
-    compiles: bool
-    uncounted: frozenset[str]
-    quantized: bool
+    about: About
     read: frozenset[str]
     """The files that it has read, or looked for."""
 
@@ -88,7 +86,9 @@ class ProgramRun:
         self._surroundings = Surroundings()
         self._steps = ProgramSteps(self._tracer, self._train, self._finish)
         self._models = Models(self._tracer, self._begin)
-        self._loader = LongestBatches(self._steps, program.rows, program.length)
+        self._loader = LongestBatches(
+            self._steps, program.rows, None if program.made_up else program.length
+        )
         self._compiles = False
         self._forks: dict[tuple[int, int, int], Fork] = {}
         """Forks by what shortens their models."""
@@ -221,6 +221,8 @@ class ProgramRun:
         self._models.follow(imports)
         self._steps.follow()
         self._loader.follow(imports)
+        if self.program.made_up:
+            made_up.MadeUpRows(self.program.length).follow(imports)
         registered.follow(face)
         imports.call("transformers.masking_utils", lambda it: put(it, "is_tracing", _no))
         let_backward_run_in(face)
@@ -284,14 +286,14 @@ class ProgramRun:
                 return
             self._leave(NoPrediction(f"{self.program.name}: {reason}, so its steps do not repeat."))
         assert self._shortening is not None
-        how = (
+        about = About(
             self._loader.seen,
             self._compiles,
             kernels.uncounted(),
             self._models.quantized,
-            self._surroundings.read(),
+            made_up.notes(),
         )
-        self._leave(Ran(start_up, step, self._shortening, *how))
+        self._leave(Ran(start_up, step, self._shortening, about, self._surroundings.read()))
 
     def _leave(self, found: Ran | bool | Exception) -> NoReturn:
         assert self._asked is not None

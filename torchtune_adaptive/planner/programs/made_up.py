@@ -1,0 +1,168 @@
+"""Rows that are made up, and a tokenizer where there is none, for what a file of a trainer trains.
+
+A file names datasets of the Hub. What is planned is the worst case that it allows: rows as long as may be,
+every token of which has a label, and one that is shorter, so that there is padding.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from torchtune_adaptive.common import NoPrediction
+from torchtune_adaptive.planner.programs.imports import WhenImported, put
+
+_STEPS = 6
+"""The steps for which there are rows."""
+_SHORTER = 8
+_TOKEN, _WORD = 5, "a"
+_PROMPT = 512
+"""Tokens of a prompt where nothing says how long it may be."""
+_SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
+_TEMPLATE = (
+    "{% for m in messages %}{% generation %}{{ m['content'] + ' ' }}{% endgeneration %}{% endfor %}"
+)
+_noted: dict[str, None] = {}
+
+
+def note(line: str) -> None:
+    """Note what is to be said about a plan."""
+    _noted[line] = None
+
+
+def notes() -> tuple[str, ...]:
+    """What has been noted."""
+    return tuple(_noted)
+
+
+class MadeUpRows:
+    """Makes up the rows of a program; ``length``, if given, is that of each."""
+
+    def __init__(self, length: int | None) -> None:
+        self._length = length
+        self._wanted = _Wanted("", length or _PROMPT, 1)
+
+    def follow(self, imports: WhenImported) -> None:
+        """Make them up from now on."""
+        imports.call("datasets.load", lambda it: put(it, "load_dataset", self._loaded))
+        imports.call("trl.scripts.utils", lambda it: put(it, "get_dataset", self._loaded))
+        imports.call("transformers.training_args", self._of_arguments)
+        imports.call("axolotl.utils.config", self._of_axolotl)
+        imports.call(
+            "axolotl.utils.data.shared",
+            lambda it: put(it, "load_dataset_with_config", self._of_config),
+        )
+        imports.call("transformers.models.auto.tokenization_auto", _of_tokenizers)
+
+    def _of_arguments(self, module: Any) -> None:
+        """What TRL's scripts are told, before they read rows."""
+        begin = module.TrainingArguments.__post_init__
+
+        def begun(arguments: Any) -> None:
+            if self._length is not None and hasattr(arguments, "max_length"):
+                arguments.max_length = self._length
+            kind = type(arguments).__name__.removesuffix("Config")
+            length = self._length or getattr(arguments, "max_length", _PROMPT)
+            of_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+            self._wanted = _Wanted(kind, length, of_step)
+            begin(arguments)
+
+        put(module.TrainingArguments, "__post_init__", begun)
+
+    def _of_axolotl(self, module: Any) -> None:
+        """What Axolotl is told."""
+        normalize = module.normalize_config
+
+        def normalized(config: Any) -> Any:
+            done = normalize(config)
+            of_step = config.micro_batch_size * config.gradient_accumulation_steps
+            self._wanted = _Wanted(str(config.rl or "SFT").upper(), config.sequence_len, of_step)
+            return done
+
+        put(module, "normalize_config", normalized)
+
+    def _of_config(self, config: Any, *_: Any, **options: Any) -> Any:
+        """What Axolotl reads for one of its datasets, as it is after that has been prepared."""
+        if self._wanted.kind != "SFT":
+            config["type"] = None
+        return self._loaded(split="train", **options)
+
+    def _loaded(self, *_: Any, split: Any = None, streaming: bool = False, **__: Any) -> Any:
+        """What ``load_dataset`` gives: rows for the trainer of which is known what it is told."""
+        from datasets import Dataset
+
+        kind, length, of_step = self._wanted
+        if length is None:
+            raise NoPrediction(
+                "max_length: null, so nothing says how long rows may be. Give it with --max-length."
+            )
+        rows = [_row(kind, length), _row(kind, max(2, length - _SHORTER), first=False)]
+        made = Dataset.from_list(rows).select(_order(of_step))
+        note(
+            f"rows: made up, {length:,} tokens each, one of a batch is shorter; the file's data are not read"
+        )
+        if streaming:
+            made = made.to_iterable_dataset()
+        return made if split is not None else _AnySplit(made)
+
+
+class _Wanted(NamedTuple):
+    """The rows that are made up."""
+
+    kind: str
+    """Of trainer, as TRL begins its name."""
+    length: int | None
+    of_step: int
+    """The rows of a step on each rank."""
+
+
+class _AnySplit(dict[str, Any]):
+    """A dataset that has each split that it is asked for."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__(train=rows)
+
+    def __missing__(self, _: str) -> Any:
+        return self["train"]
+
+
+def _order(of_step: int) -> list[int]:
+    """The numbers of rows for some steps of this many rows on each rank, the longest first."""
+    count = max(of_step, 1) * int(os.environ.get("WORLD_SIZE", 1)) * _STEPS
+    return [0, 1, *[0] * count]
+
+
+def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
+    """A row for one of TRL's trainers, which cut off what is longer than they allow."""
+    tokens = [_TOKEN] * length
+    text = f" {_WORD}" * (length - 1)
+    by_trainer: dict[str, dict[str, Any]] = {
+        "SFT": {"input_ids": tokens, "labels": tokens, "attention_mask": [1] * length},
+        "Reward": {"chosen_ids": tokens, "rejected_ids": tokens},
+        "DPO": {"prompt": _WORD, "chosen": text, "rejected": text},
+        "KTO": {"prompt": _WORD, "completion": text, "label": first},
+    }
+    return by_trainer.get(kind, {"text": text, "prompt": text, "solution": _WORD})
+
+
+def _of_tokenizers(auto: Any) -> None:
+    read = auto.AutoTokenizer.from_pretrained
+
+    def tokenizer(path: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return read(path, *arguments, **options)
+        except Exception:  # whatever the library raises where files are missing
+            note(f"tokenizer: none is at {path}, so a simple one stands in")
+            return _simple_tokenizer()
+
+    auto.AutoTokenizer.from_pretrained = staticmethod(tokenizer)
+
+
+def _simple_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate([*_SPECIAL.values(), "-", _WORD])}
+    made = Tokenizer(models.WordLevel(words, unk_token=_SPECIAL["unk_token"]))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=_TEMPLATE, **_SPECIAL)
