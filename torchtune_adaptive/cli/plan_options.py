@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,14 +16,10 @@ from torchtune_adaptive.cli.hub import model_of, require_config
 from torchtune_adaptive.cli.machine_options import add_arguments as add_machine_options
 from torchtune_adaptive.cli.machine_options import machine_told
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile, read_file
-from torchtune_adaptive.cli.program_plan import plan_of_program, split
+from torchtune_adaptive.cli.program_plan import AskedProgram, plan_of_program
+from torchtune_adaptive.cli.program_words import assumed, require_program, split
 from torchtune_adaptive.cli.recipes import require_recipes
-from torchtune_adaptive.cli.transformers_plan import (
-    METHODS,
-    TRAINERS,
-    plan_transformers,
-    refuse_unused_options,
-)
+from torchtune_adaptive.cli.transformers_plan import METHODS, asked_trainer
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
     ConfigError,
@@ -33,7 +30,8 @@ from torchtune_adaptive.common import (
     printable,
     table,
 )
-from torchtune_adaptive.planner import DOES_NOT_FIT, Machine, gpus
+from torchtune_adaptive.planner import DOES_NOT_FIT, gpus
+from torchtune_adaptive.planner.programs import Program
 
 EXIT_STATUS = {"FITS": 0, DOES_NOT_FIT: 1, "UNCERTAIN": 2}
 NO_ANSWER = 2
@@ -192,50 +190,51 @@ def _plan(arguments: argparse.Namespace) -> int:
     gpu, nodes, machine = machine_told(arguments)
     if arguments.seq_len is not None and arguments.seq_len < 2:
         raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
-    if arguments.program:
-        ranks, gpu = _gpus(arguments.nproc, gpu, nodes)
-        told = ranks if ranks > 1 or arguments.nproc else None  # else the launcher says
-        return EXIT_STATUS[plan_of_program(arguments, told, gpu, memory, machine)]
-    if file := _trainer_file(arguments):
-        return EXIT_STATUS[_plan_file(file, arguments, gpu, nodes, memory, machine)]
-    for option in ("rows", "assume", "show-output"):
-        if (value := getattr(arguments, option.replace("-", "_"))) not in (None, False):
-            raise ConfigError(f"--{option}", str(value), "is for a program", "Leave it out")
     ranks, gpu = _gpus(arguments.nproc, gpu, nodes)
-    if arguments.hf:
-        arguments.trainer = arguments.trainer or TRAINERS[0]
-        if arguments.trainer not in TRAINERS:
-            remedy = f"Use one of {', '.join(TRAINERS)}"
-            raise ConfigError("--trainer", arguments.trainer, "is not planned by --hf", remedy)
-        refuse_unused_options(arguments)
-        arguments.hf = model_of(arguments.hf)  # last, as the Hub may be asked
-        return EXIT_STATUS[plan_transformers(arguments, ranks, gpu, memory, machine)]
-    if arguments.trainer:
-        remedy = "Give the model by it: ORG/NAME of the Hub, or a folder"
-        raise ConfigError("--trainer", arguments.trainer, "is for --hf", remedy)
+    told = ranks if ranks > 1 or arguments.nproc else None  # else a launcher says
+    arguments.gpu = gpu
+    with ExitStack() as stack:
+        if asked := _asked_program(arguments, told, stack):
+            return EXIT_STATUS[plan_of_program(arguments, asked, memory, machine)]
+    for option in ("rows", "assume", "show-output", "trainer", "method"):
+        if (value := getattr(arguments, option.replace("-", "_"))) not in (None, False):
+            needed = "--hf" if option in ("trainer", "method") else "a program"
+            raise ConfigError(f"--{option}", str(value), f"is for {needed}", "Leave it out")
     require_recipes("plan without --hf MODEL")
     from torchtune_adaptive.cli.plan_command import plan_config
 
     return EXIT_STATUS[plan_config(arguments, ranks, gpu, memory, machine)]
 
 
-def _plan_file(
-    file: TrainerFile,
-    arguments: argparse.Namespace,
-    gpu: str | None,
-    nodes: tuple[int, int] | None,
-    memory: int | None,
-    machine: Machine,
-) -> str:
-    """Print a prediction of what a trainer's file trains; returns its verdict."""
-    require_config(model_of(file.model).folder)
-    ranks, gpu = _gpus(arguments.nproc, gpu, nodes)
-    told = ranks if ranks > 1 or arguments.nproc else None
-    arguments.trainer = arguments.accelerate = arguments.hf = None  # which the command has
-    arguments.words = []
-    with TemporaryDirectory() as folder:
-        arguments.program = file.words(Path(folder))
-        return plan_of_program(arguments, told, gpu, memory, machine, file.title)
+def _asked_program(
+    arguments: argparse.Namespace, ranks: int | None, stack: ExitStack
+) -> AskedProgram | None:
+    """The program that is to be planned; None for a config of torchtune's. ``stack`` removes what is written
+    for it."""
+    kind = gpus.gpu(arguments.gpu or gpus.DEFAULT)
+    assume = assumed(arguments.assume or ())
+    common = {"assumed": assume, "shows": arguments.show_output}
+    own = {**common, "ranks": ranks, "rows": arguments.rows, "length": arguments.seq_len}
+    if arguments.program:
+        for name in ("hf", "trainer", "method", "accelerate"):
+            if value := getattr(arguments, name):
+                raise ConfigError(f"--{name}", str(value), "is not for a program", "Leave it out")
+        if arguments.words:
+            remedy = "Write what is for the program after its name"
+            raise ConfigError("plan", arguments.words[0], "stands before a program", remedy)
+        require_program(arguments.program)
+        return AskedProgram(Program(arguments.program, kind, **own), arguments.program)
+    if file := _trainer_file(arguments):
+        require_config(model_of(file.model).folder)
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        words = file.words(folder)
+        program = Program(words, kind, made_up=True, title=file.title, **own)
+        changes = [word for word in arguments.words if "=" in word]
+        return AskedProgram(program, (str(file.path), *changes))
+    if arguments.hf:
+        model = model_of(arguments.hf)  # last, as the Hub may be asked
+        return asked_trainer(arguments, model, kind, ranks or 1)
+    return None
 
 
 def _trainer_file(arguments: argparse.Namespace) -> TrainerFile | None:

@@ -12,6 +12,7 @@ from torchtune_adaptive.planner import Machine, gpus, planned_gpu, programs
 
 _CEILING = 1 << 14
 """The largest micro-batch that is considered, in rows."""
+_DEFAULTS = {"per_device_train_batch_size": 8, "max_length": 1024}
 
 
 class TransformersStep:
@@ -43,7 +44,8 @@ class TransformersStep:
         self, *, folder: str, trainer: str = "SFTTrainer", ranks: int = 1, **settings: Any
     ) -> None:
         self.ranks = arguments.whole("ranks", ranks)
-        self.settings = {"folder": str(Path(folder).resolve()), "trainer": trainer, **settings}
+        folder = str(Path(folder).resolve())
+        self.settings = {"folder": folder, "trainer": trainer, **_DEFAULTS, **settings}
 
     def program(self, gpu: gpus.Gpu, **others: Any) -> programs.Program:
         """The program that trains so.

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from torchtune_adaptive.planner.programs.process import (
         plan_program,
         remembered_plan,
-        tabulate_program,
+        table_of,
+        tabulate,
     )
     from torchtune_adaptive.planner.programs.request import (
+        CHECKPOINTED,
         OnGpus,
         Program,
         ProgramPlan,
-        Seen,
         of_trainer,
+        words_of_trainer,
     )
 else:
     __getattr__, __dir__, __all__ = interface(__name__)

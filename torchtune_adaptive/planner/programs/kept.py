@@ -1,7 +1,7 @@
 """The steps of a program, kept for later, as long as all that it has read is as it was. No torch in here.
 
-They do not depend on how much memory a GPU has. So another question about the same program is answered without
-a run of it, and without torch.
+They do not depend on how much memory a GPU has. So another question about the same program is answered
+without a run of it, and without torch.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _facts(program: Program) -> dict[str, Any]:
 
 
 def _now(paths: Iterable[str]) -> dict[str, Any]:
-    """The files, and the names in folders that end with a separator, as they are; None for what is not there."""
+    """Files, and the names in folders that end with a separator, as they are; None for what is not there."""
     return {path: _state(path) for path in paths}
 
 

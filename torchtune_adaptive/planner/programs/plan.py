@@ -1,4 +1,4 @@
-"""Runs a program for its steps: of all layers and any number of rows they follow from runs with few layers."""
+"""Runs a program for its steps: those of all layers, and any number of rows, from runs with few layers."""
 
 from __future__ import annotations
 

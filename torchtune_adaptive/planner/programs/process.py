@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.programs.answer import NotRun, ProgramAnswers
 from torchtune_adaptive.planner.programs.kept import Kept, KeptSteps, keep, kept_of
 from torchtune_adaptive.planner.programs.request import Devices, Program, ProgramPlan
@@ -29,11 +31,39 @@ def remembered_plan(program: Program, devices: Devices) -> ProgramPlan | None:
     return _remembered(program, kept_of(program), partial(_plan, devices))
 
 
-def tabulate_program(
-    program: Program, devices: Devices, rows: tuple[int, ...] | None, timeout: float
-) -> StepTable:
-    """What many sizes take on devices, of which the first is asked about; otherwise as ``plan_program``."""
-    return _answer(program, partial(_tabulate, devices, rows), timeout)
+def tabulate(
+    call: Callable[..., Future[Any]],
+    program: Program,
+    devices: Devices,
+    rows: tuple[int, ...] | None,
+) -> Future[Any]:
+    """Find what many sizes take on devices, of which the first is asked about: in a process by ``call`` of
+    ``processes``, unless it is remembered. ``table_of`` gives the table."""
+    kept, ask = kept_of(program), partial(_tabulate, devices, rows)
+    found: Future[Any] = Future()
+    try:
+        known = _remembered(program, kept, ask)
+    except NoPrediction as error:
+        found.set_exception(error)
+        return found
+    if known is not None:
+        found.set_result((known, kept))
+        return found
+    running = call(_run, program, kept, ask)
+    running.add_done_callback(partial(_keep_result, program))
+    return running
+
+
+def _keep_result(program: Program, done: Future[Any]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        keep(program, done.result()[1])
+
+
+def table_of(found: Future[Any]) -> StepTable:
+    """The table that ``tabulate`` finds."""
+    table, _ = found.result()
+    assert isinstance(table, StepTable)
+    return table
 
 
 def _plan(devices: Devices, answers: ProgramAnswers) -> ProgramPlan:

@@ -121,9 +121,10 @@ def _pace(kind: Gpu, ranks: int, machine: Machine) -> Pace | None:
     return Pace(speeds, ranks, compiled=False, quantized=False, dtype="") if speeds else None
 
 
+CHECKPOINTED = "checkpointing: every layer"
+"""The note of a trainer that checkpoints."""
+ROWS = "per_device_train_batch_size"
 _TRAINER = "torchtune_adaptive.planner.programs.trainer"
-_ROWS = 8
-"""Rows in a batch of a trainer, if not told."""
 _OF_ANY_ROWS = (
     "Trainer",
     "Seq2SeqTrainer",
@@ -138,8 +139,13 @@ _OF_ANY_ROWS = (
 def of_trainer(settings: Mapping[str, Any], gpu: Gpu, **others: Any) -> Program:
     """The program that trains with a trainer of transformers or TRL as settings say, of which ``trainer`` and
     ``folder`` are two; ``others`` are those of the program."""
-    settings = dict(settings)
-    if settings["trainer"] in _OF_ANY_ROWS:  # so that what is remembered serves any number
-        others["rows"] = settings.pop("per_device_train_batch_size", _ROWS)
-    words = ("-m", _TRAINER, json.dumps(settings, sort_keys=True))
-    return Program(words, gpu, title=settings["trainer"], **others)
+    rows = settings.get(ROWS) if settings["trainer"] in _OF_ANY_ROWS else None
+    words = words_of_trainer(settings)
+    return Program(words, gpu, rows=rows, title=settings["trainer"], made_up=True, **others)
+
+
+def words_of_trainer(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The words of that program. What is remembered of it serves any number of rows, if these are no part."""
+    left_out = ROWS if settings["trainer"] in _OF_ANY_ROWS else None
+    given = {name: value for name, value in settings.items() if name != left_out}
+    return "-m", _TRAINER, json.dumps(given, sort_keys=True)

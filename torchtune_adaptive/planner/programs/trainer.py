@@ -14,6 +14,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from torchtune_adaptive.common import NoPrediction
+from torchtune_adaptive.planner.programs import made_up
+from torchtune_adaptive.planner.programs.request import CHECKPOINTED
+
 _LOADING = ("dtype", "attn_implementation", "experts_implementation", "output_router_logits")
 """Settings of a model as it is loaded."""
 _PAIRS = 32
@@ -40,6 +44,7 @@ def main(text: str) -> None:
             arguments["max_length"] = None  # nothing cuts off the end of a row that is not padded
     trained = config(**arguments)
     length = settings.get("max_length") or getattr(trained, "max_length", None) or _LENGTH
+    _note(length, settings, trained)
     rows = _rows(name, length, settings, trained)
     if is_of_trl:
         more: dict[str, Any] = {"processing_class": _tokenizer()}
@@ -53,6 +58,14 @@ def main(text: str) -> None:
     kind(model=model, args=trained, train_dataset=rows, **more).train()
 
 
+def _note(length: int, settings: dict[str, Any], trained: Any) -> None:
+    """Note what is trained, for people."""
+    padding = "one of a batch is shorter" if settings.get("padded") else "without padding"
+    made_up.note(f"rows: made up, {length:,} tokens each, {padding}")
+    made_up.note(CHECKPOINTED if trained.gradient_checkpointing else "checkpointing: none")
+    made_up.note(f"optimizer: {getattr(trained.optim, 'value', trained.optim)}")
+
+
 def _trainer(name: str) -> tuple[Any, Any]:
     """A trainer's class, and that of its arguments."""
     import transformers
@@ -63,7 +76,7 @@ def _trainer(name: str) -> tuple[Any, Any]:
     for module in _modules_of_trl():
         if hasattr(module, name):
             return getattr(module, name), getattr(module, name.replace("Trainer", "Config"))
-    sys.exit(f"trainer: {name!r} is not a trainer of transformers or of TRL.")
+    raise NoPrediction(f"trainer: {name!r} is not one of transformers or TRL. Use SFTTrainer, say.")
 
 
 def _modules_of_trl() -> Iterator[Any]:
@@ -90,9 +103,9 @@ def _sorted(settings: dict[str, Any], config: Any) -> dict[str, Any]:
             continue
         part = next((part for part, names in known.items() if name in names), None)
         if part is None:
-            sys.exit(
-                f"{name}: {value!r} is not a setting of {config.__name__}, of the model, or of adapters. "
-                "Leave it out."
+            raise NoPrediction(
+                f"{name}: {value!r}, but neither {config.__name__} nor the model or its adapters have such "
+                "a setting. Leave it out."
             )
         found[part][name] = value
     if not lora:
