@@ -161,6 +161,8 @@ def _blocks(
     each = f"each of {plan.ranks} x " if plan.ranks > 1 else ""
     size = f"batch of {peak.rows}" if seen else "its batch"
     fits = f" Largest that fits: {answer.largest}." if answer.largest else " Not even one row fits."
+    if answer.largest == asked.program.ceiling:
+        fits = f" {answer.largest} or more fit."
     largest = fits if seen else ""
     batches = f" x {plan.micro_batches} in a step" if plan.micro_batches > 1 else ""
     lines = [

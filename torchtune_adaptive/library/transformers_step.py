@@ -10,7 +10,7 @@ from torchtune_adaptive.common import ConfigError, NoPrediction, UsageError, arg
 from torchtune_adaptive.library.planning import Plan
 from torchtune_adaptive.planner import Machine, gpus, planned_gpu, programs
 
-_CEILING = 1 << 14
+_CEILING = 1 << 11
 """The largest micro-batch that is considered, in rows."""
 _DEFAULTS = {"per_device_train_batch_size": 8, "max_length": 1024}
 

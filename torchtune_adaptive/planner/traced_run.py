@@ -38,6 +38,8 @@ from torchtune_adaptive.planner.told import tell
 
 _CLOSE = 0.002
 """Share of its peak by which a compiled step may differ from what is computed of others."""
+_CORRECTIONS = 5
+"""How often a guess of the largest size is corrected, where each size takes a trace."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ def operations_of(
 class TracedRun:
     """The peaks of one run, where most queries are about rows of one ``length``; ``any_length`` says whether
     others will be about other lengths. ``rows`` are the two numbers of rows that are traced, if steps follow
-    from those of ``ROWS`` only in part. ``searches`` says whether the run searches before it trains; see Note
+    from those of ``ROWS`` only in part. Where each size is traced separately, the largest is found to a
+    ``tolerance``, as a share of the memory. ``searches`` says whether the run searches before it trains; see Note
     [First steps] in ``planner.memory.peak``."""
 
     ROWS: ClassVar = (2, 3)
@@ -139,8 +142,9 @@ class TracedRun:
         any_length: bool = False,
         rows: tuple[int, int] | None = None,
         searches: bool = True,
+        tolerance: float = 0.0,
     ) -> None:
-        self._traces, self.searches = traces, searches
+        self._traces, self.searches, self._tolerance = traces, searches, tolerance
         self._steps: StepsByLength = traces if traces.compiled else FromOtherLengths(traces)
         self._rows = rows or (self.COMPILED_ROWS if traces.compiled else self.ROWS)
         self._least = (rows or self.ROWS)[0]
@@ -210,6 +214,8 @@ class TracedRun:
             end = reserved(guess)
             guess -= (end - device.usable_bytes) * (guess - many) // max(1, end - high)
             guess = min(most, guess)
+        if self.direct and self._tolerance and guess > many:
+            return self._nearly_largest(guess, (many, high), most, device, reserved)
         found = largest(lambda rows: rows <= most and reserved(rows) <= device.usable_bytes, guess)
         if not confirmed or found < few or self.direct:
             return found
@@ -221,6 +227,28 @@ class TracedRun:
             return self.largest(length, device, ceiling, confirmed)
         self.direct = True
         return self.largest(length, device, ceiling)
+
+    def _nearly_largest(
+        self,
+        rows: int,
+        below: tuple[int, int],
+        most: int,
+        device: DeviceLimits,
+        reserved: Callable[[int], int],
+    ) -> int:
+        """A size that fits, if only just: from a guess, and what a smaller size takes."""
+        usable, (best, taken) = device.usable_bytes, below
+        for _ in range(_CORRECTIONS):
+            found = reserved(rows)
+            each = max(1, (found - taken) // max(1, rows - best))
+            if found <= usable:
+                best, taken = rows, found
+                if rows == most or usable - found < max(each, self._tolerance * usable):
+                    break
+            rows = min(most, rows + (usable - found) // each)
+            if rows <= best:
+                break
+        return best
 
     def _rely_on_traces(self, length: int) -> None:
         """Trace what followed from other lengths, which has turned out to be wrong."""

@@ -1,4 +1,4 @@
-"""Answers about a program: its steps of any size follow from those of two numbers of rows. No torch in here."""
+"""Answers about a program: its steps of any size follow from those of two numbers of rows. No torch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ _ANY_LENGTH = 1
 """Length that stands for rows as long as the program makes them."""
 _TOKENS = 4096
 """Tokens with a label from which on each more takes as much memory: some losses divide them into so many."""
+
+_TOLERANCE = 0.01
+"""The share of the memory that may be left free beside the largest batch, where each size takes a run."""
 
 
 class StepsOfProgram(StepsOfAnySize, Protocol):
@@ -101,7 +104,7 @@ class ProgramAnswers:
 
     @cached_property
     def _traced(self) -> TracedRun:
-        return TracedRun(self._steps, _ANY_LENGTH, rows=self._sizes, searches=False)
+        return TracedRun(self._steps, _ANY_LENGTH, rows=self._sizes, searches=False, tolerance=_TOLERANCE)
 
     @property
     def _own(self) -> int:

@@ -36,7 +36,7 @@ class Program:
     """What it is called, if not by its words."""
     shows: bool = False
     """Whether what it prints is shown, with the traceback where it fails."""
-    ceiling: int = 1 << 14
+    ceiling: int = 1 << 11
     """The largest batch that is considered."""
     cache: bool | str = True
     """Where its runs are remembered: in the user's cache, in another folder, or not."""
