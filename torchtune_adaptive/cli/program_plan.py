@@ -35,6 +35,7 @@ from torchtune_adaptive.planner import (
     DeviceLimits,
     Machine,
     Pace,
+    Peak,
     gpus,
     planned_gpu,
     programs,
@@ -231,13 +232,19 @@ def _about(program: programs.Program, plan: programs.ProgramPlan) -> list[str]:
             row = f"{program.length} tokens, made of the longest of {among}"
         elif seen.tokens > 1:
             row += f", {counted(seen.tokens, 'token')}"
+        together = f", in multiples of {seen.unit}" if seen.unit > 1 else ""
         lines.append(
-            f"rows: {row}; a batch has such rows, and one that is shorter where rows differ"
+            f"rows: {row}; a batch has such rows{together}, and one that is shorter where rows differ"
         )
         if seen.read:
             lines.append(
                 f"data: {seen.read:,} of the {seen.there:,} rows of the dataset, the longest among them"
             )
+    if plan.generated:
+        longest = counted(plan.generated, "token")
+        lines.append(
+            f"generated: texts of {longest}, the longest that are asked for; all but one end just before"
+        )
     if plan.compiles:
         lines.append("compile: planned as if nothing were compiled, which takes more (upper bound)")
     if plan.uncounted:
@@ -258,9 +265,12 @@ def _blocks(
     fits = f" Largest that fits: {answer.largest}." if answer.largest else " Not even one row fits."
     largest = fits if plan.seen else ""
     batches = f" x {plan.micro_batches} in a step" if plan.micro_batches > 1 else ""
+    if plan.seen and plan.seen.shared > 1:
+        batches = f", trained on in {plan.seen.shared} passes"
     lines = [
         f"{size}{batches}: {answer.verdict}, peak {peak_of(device, peak.reserved)}.{largest}",
         f"{program.name} on {each}{device.name}",
+        *_of_phases(peak),
     ]
     if peak.with_retries:
         lines.append(caution_of_retries(f"with {peak.rows}"))
@@ -278,6 +288,16 @@ def _blocks(
     return blocks
 
 
+def _of_phases(peak: Peak) -> list[str]:
+    """What limits a program that generates."""
+    most = dict(peak.by_phase)
+    generating = most.pop(programs.GENERATION, None)
+    if generating is None:
+        return []
+    others = human_bytes(max(most.values(), default=0))
+    return [f"tensors: {human_bytes(generating)} as it generates, {others} in the rest of the step"]
+
+
 def _print_json(
     answer: Answer,
     plan: programs.ProgramPlan,
@@ -293,6 +313,7 @@ def _print_json(
         "device": asdict(answer.device),
         "peak": asdict(answer.peak),
         "micro_batches": plan.micro_batches,
+        "generated_tokens": plan.generated,
         "tokens_in_a_row": plan.seen.tokens if plan.seen else None,
         **speed_as_dict(answer.speed, plan.ranks, asked_job, answer.fits),
         "speed": asdict(answer.speed) if answer.speed else None,

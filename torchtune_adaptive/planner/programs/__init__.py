@@ -13,6 +13,6 @@ from torchtune_adaptive.common.lazy import interface
 if TYPE_CHECKING:
     from torchtune_adaptive.planner.programs.commands import command
     from torchtune_adaptive.planner.programs.process import plan_program
-    from torchtune_adaptive.planner.programs.request import Program, ProgramPlan, Seen
+    from torchtune_adaptive.planner.programs.request import GENERATION, Program, ProgramPlan, Seen
 else:
     __getattr__, __dir__, __all__ = interface(__name__)

@@ -55,11 +55,16 @@ def _plan(
                     "Leave it out, and set the size in the program or by its arguments."
                 )
         answers = [_of_its_batch(steps, device, pace) for device, pace in given]
-        return ProgramPlan(
-            answers, ranks, None, steps.micro_batches, steps.compiles, steps.uncounted
+        return steps.plan(answers, ranks)
+    rows, unit = run.program.rows or seen.rows, seen.unit  # which is run in any case
+    if rows % unit:
+        raise NoPrediction(
+            f"--rows: {rows}, but {run.program.name} needs multiples of {unit}. Use one."
         )
-    own = run.program.rows or seen.rows  # which is run in any case
-    least = max(TracedRun.ROWS[0], own, -(-_TOKENS // max(1, seen.tokens - 1)) * (seen.tokens > 1))
+    own = rows // unit
+    tokens = max(seen.tokens, steps.generated) - 1
+    filling = -(-_TOKENS * seen.shared // (tokens * unit)) if tokens > 0 else 0
+    least = max(TracedRun.ROWS[0], own, filling)
     traced = TracedRun(steps, _ANY_LENGTH, rows=(least, least + 1), searches=False)
     asked = [
         Question(
@@ -70,12 +75,17 @@ def _plan(
             pace=pace,
             ceiling=_CEILING,
             confirmed=True,
-            tokens=seen.tokens,
+            tokens=seen.tokens * unit,
         )
         for device, pace in given
     ]
-    answers = [traced.answer(one) for one in asked]
-    return ProgramPlan(answers, ranks, seen, steps.micro_batches, steps.compiles, steps.uncounted)
+    return steps.plan([_in_rows(traced.answer(one), unit) for one in asked], ranks)
+
+
+def _in_rows(answer: Answer, unit: int) -> Answer:
+    """An answer about units of so many rows, in rows."""
+    peak = replace(answer.peak, rows=answer.peak.rows * unit)
+    return replace(answer, peak=peak, largest=answer.largest * unit)
 
 
 def _of_its_batch(steps: StepsOfProgram, device: DeviceLimits, pace: Pace | None) -> Answer:
@@ -117,12 +127,15 @@ class StepsOfProgram:
         return self._tracer.any.ran.seen
 
     @property
-    def compiles(self) -> bool:
-        return self._tracer.any.ran.compiles
+    def generated(self) -> int:
+        return self._tracer.any.ran.generated
 
-    @property
-    def uncounted(self) -> frozenset[str]:
-        return self._tracer.any.ran.uncounted
+    def plan(self, answers: Sequence[Answer], ranks: int) -> ProgramPlan:
+        """The plan that has these answers."""
+        ran, each = self._tracer.any.ran, self.micro_batches
+        return ProgramPlan(
+            answers, ranks, ran.seen, each, ran.compiles, ran.generated, ran.uncounted
+        )
 
     @property
     def micro_batches(self) -> int:
@@ -133,6 +146,7 @@ class StepsOfProgram:
         return self._start_up
 
     def step(self, rows: int, length: int) -> RecordedStep:
+        rows *= self.seen.unit if self.seen else 1
         asked = None if self.seen is None or rows == self.seen.rows else rows
         return self._tracer.step(
             lambda tracer: tracer.step(asked), self._period, counted(rows, "row")

@@ -11,6 +11,9 @@ from torchtune_adaptive.planner.memory.peak import DeviceLimits
 from torchtune_adaptive.planner.speed.speed import Pace
 from torchtune_adaptive.planner.traced_run import Answer
 
+GENERATION = "generation"
+"""The part of a step in which a model generates what the step is about."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -48,6 +51,10 @@ class Seen(NamedTuple):
     """The rows that were read of a dataset with more; 0 if all were."""
     there: int = 0
     """The rows of that dataset."""
+    unit: int = 1
+    """What the rows are a multiple of: texts that are generated for one prompt, say."""
+    shared: int = 1
+    """The passes over the model that are made with the rows of one batch, each with others of them."""
 
 
 class ProgramPlan(NamedTuple):
@@ -61,6 +68,8 @@ class ProgramPlan(NamedTuple):
     """Their number in a step."""
     compiles: bool
     """Whether it compiles something, which is planned as if it did not."""
+    generated: int = 0
+    """The most tokens that a model generates for a text."""
     uncounted: frozenset[str] = frozenset()
     """Kernels of its own that multiply matrices, of whose time only that of reading and writing is known."""
 

@@ -8,7 +8,7 @@ with other rows or another number of layers, and end after the third step of the
 - ``device`` shows it a GPU, and ``autocast`` what that casts,
 - ``models`` makes models without weights, and ``quantized`` lets these have few bits,
 - ``kernels`` and ``registered`` see the kernels that it launches,
-- ``loader`` makes its batches,
+- ``loader`` makes its batches, and ``generation`` texts of its models,
 - ``known`` records what it does on the device, and computes what follows from data; ``unknown`` is about what
   does not,
 - ``steps`` cuts that into steps.
@@ -41,6 +41,7 @@ from torchtune_adaptive.planner.programs import (
     registered,
 )
 from torchtune_adaptive.planner.programs.forks import Fork, IsFork, Questions, forked
+from torchtune_adaptive.planner.programs.generation import Generation
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import ProgramWatch
 from torchtune_adaptive.planner.programs.loader import LongestBatches
@@ -63,6 +64,8 @@ class Ran(NamedTuple):
     seen: Seen | None
     compiles: bool
     uncounted: frozenset[str]
+    generated: int
+    """The most tokens that were generated for a text."""
 
 
 class _Done(BaseException):
@@ -86,6 +89,7 @@ class ProgramRun:
         self._steps = ProgramSteps(self._tracer, self._train, self._finish)
         self._models = Models(self._tracer, self._begin)
         self._loader = LongestBatches(self._steps, program.rows, program.length)
+        self._generation = Generation(self._steps, self._tracer.recorder)
         self._compiles = False
         self._forks: dict[tuple[int, int, int], Fork] = {}
         """Forks by what shortens their models."""
@@ -211,6 +215,7 @@ class ProgramRun:
         self._models.follow(imports)
         self._steps.follow()
         self._loader.follow(imports)
+        self._generation.follow(imports)
         registered.follow(face)
         imports.call("transformers.masking_utils", lambda it: put(it, "is_tracing", _no))
         let_backward_run_in(face)
@@ -274,7 +279,7 @@ class ProgramRun:
                 return
             self._leave(NoPrediction(f"{self.program.name}: {reason}, so its steps do not repeat."))
         assert self._shortening is not None
-        how = self._loader.seen, self._compiles, kernels.uncounted()
+        how = self._loader.seen, self._compiles, kernels.uncounted(), self._generation.tokens
         self._leave(Ran(start_up, step, self._shortening, *how))
 
     def _leave(self, found: Ran | bool | Exception) -> NoReturn:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torchtune_adaptive.planner.memory.recorded_step import MemoryEvent, NotRegu
 from torchtune_adaptive.planner.private import in_backward
 from torchtune_adaptive.planner.programs.device import is_on_device
 from torchtune_adaptive.planner.programs.imports import put
+from torchtune_adaptive.planner.programs.request import GENERATION
 from torchtune_adaptive.planner.told import tell
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.operation_log import OperationLog
@@ -53,6 +54,9 @@ class ProgramSteps:
         self._hook: Any = None
         self.taken = 0
         """The number of steps of the optimizer so far."""
+        self._passes = self._passes_before = 0
+        self.shared = 1
+        """The passes that are made with what was generated before them."""
         self._recorder.phase = self._phase
 
     def follow(self) -> None:
@@ -72,6 +76,24 @@ class ProgramSteps:
         """The program asks for a batch."""
         if torch.is_grad_enabled() and self._tracer.recorder.in_use:
             self._work(Recorder.INPUTS)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """A context in which a model generates."""
+        before = self._stage, self._recorder.category
+        self.shared = max(self.shared, self._passes - self._passes_before)
+        self._passes_before = self._passes
+        self._stage, self._recorder.category = GENERATION, Recorder.ACTIVATIONS
+        waits = self._hook is not None
+        if waits:
+            self._hook.remove()
+            self._hook = None
+        try:
+            yield
+        finally:
+            self._stage, self._recorder.category = before
+            if waits:
+                self._await_forward()
 
     @property
     def recorded(self) -> tuple[StartUp, RecordedStep]:
@@ -130,6 +152,7 @@ class ProgramSteps:
         """A backward pass is over."""
         if self._between or self._stage == _UPDATE or in_backward():  # one in another
             return
+        self._passes += 1
         if self._log is not None:
             self._log.next_part()
         self._stage, self._recorder.category = _UPDATE, Recorder.STEPPING
@@ -177,6 +200,8 @@ class ProgramSteps:
 def _closed(parts: Sequence[RecordedStep]) -> tuple[StartUp, RecordedStep]:
     """What precedes the last part, and that as a step which leaves nothing behind."""
     set_up, first, *others, last = parts
+    if _generates(first) and not _generates(last):
+        raise NotRegular("a step generates what more than a few steps are about")
     made = {event.block: event for part in parts for event in part.events if event.nbytes >= 0}
     labels = {block: label for part in parts for block, label in part.labels.items()}
     of_last = {event.block for event in last.events if event.nbytes >= 0}
@@ -193,6 +218,10 @@ def _closed(parts: Sequence[RecordedStep]) -> tuple[StartUp, RecordedStep]:
     before = {event.block for part in (set_up, first) for event in part.events}
     ends = [_freed(block) for block in sorted(gone & before & made.keys())]
     return StartUp(set_up, RecordedStep([*first.events, *ends], first.labels)), step
+
+
+def _generates(step: RecordedStep) -> bool:
+    return any(label.phase == GENERATION for label in step.labels.values())
 
 
 def _freed(block: int) -> MemoryEvent:
