@@ -200,7 +200,7 @@ class ProgramSteps:
 def _closed(parts: Sequence[RecordedStep]) -> tuple[StartUp, RecordedStep]:
     """What precedes the last part, and that as a step which leaves nothing behind."""
     set_up, first, *others, last = parts
-    if _generates(first) and not _generates(last):
+    if any(map(_generates, (first, *others))) and not _generates(last):
         raise NotRegular("a step generates what more than a few steps are about")
     made = {event.block: event for part in parts for event in part.events if event.nbytes >= 0}
     labels = {block: label for part in parts for block, label in part.labels.items()}
