@@ -124,5 +124,5 @@ def _lengthen(cache: Any, missing: int) -> None:
 
 
 def _more(states: torch.Tensor, tokens: int) -> torch.Tensor:
-    rows, heads, _, width = states.shape
-    return states.new_empty(rows, heads, tokens, width)
+    """So many tokens more, which themselves take no memory."""
+    return torch.empty_like(states[:, :, :1]).expand(-1, -1, tokens, -1)
