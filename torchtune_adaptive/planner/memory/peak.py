@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from torchtune_adaptive.planner.memory.allocator import (
+    BESIDE,
     Allocator,
     LimitedAllocator,
     MemoryBlock,
@@ -217,7 +218,7 @@ def _replay(
     these steps, and of the first one if that has the same size."""
     for nbytes in device.workspaces:
         allocator.allocate(nbytes)
-    blocks: dict[int, MemoryBlock] = {}
+    blocks: dict[int, MemoryBlock | int] = {}
     _play(allocator, start_up.set_up.events, blocks)
     if start_up.kept is None:
         _play(allocator, start_up.first_step.events, blocks)
@@ -249,10 +250,16 @@ def runs_with_retries(
 
 
 def _play(
-    allocator: Allocator, events: Iterable[MemoryEvent], blocks: dict[int, MemoryBlock]
+    allocator: Allocator, events: Iterable[MemoryEvent], blocks: dict[int, MemoryBlock | int]
 ) -> None:
     for block, nbytes, stream in events:
-        if nbytes >= 0:
+        if stream == BESIDE:
+            allocator.release()  # as programs do before
+            allocator.request(nbytes)
+            blocks[block] = nbytes
+        elif nbytes >= 0:
             blocks[block] = allocator.allocate(nbytes, stream)
+        elif isinstance(held := blocks.pop(block), int):
+            allocator.reserved -= held
         else:
-            allocator.free(blocks.pop(block))
+            allocator.free(held)

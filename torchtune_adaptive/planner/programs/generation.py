@@ -55,7 +55,7 @@ class Generation:
             )
         new = length - begin
         self.tokens = max(self.tokens, new)
-        texts = _texts(model, config, input_ids, new)
+        texts = _texts(model.config, config, input_ids, new)
 
         def run(tokens: torch.Tensor, end: int, **others: Any) -> Any:
             """Decode up to a length, whatever else would end it."""
@@ -94,20 +94,28 @@ class Generation:
         put(caches.Cache, "update", updated)
 
 
-def _texts(model: Any, config: Any, prompts: torch.Tensor, new: int) -> torch.Tensor:
-    """The tokens of prompts, where they are known, and of so many others that follow."""
-    ends = torch.tensor(config.eos_token_id if config.eos_token_id is not None else []).flatten()
-    unused = (*ends.tolist(), config.pad_token_id)
-    usual = getattr(model.config.get_text_config(), "vocab_size", 2) // 2  # others are at the ends
-    token = next(one for one in count(usual) if one not in unused)
-    texts = torch.full((len(prompts), prompts.shape[1] + new), token, device="cpu")
+def _texts(config: Any, how: Any, prompts: torch.Tensor, new: int) -> torch.Tensor:
+    """The tokens of prompts, where they are known, and of what follows on them."""
+    texts = torch.zeros((len(prompts), prompts.shape[1] + new), dtype=torch.long, device="cpu")
     known = values_of(prompts)
     if known is not None:
         texts[:, : prompts.shape[1]] = known
-    if len(ends) and new > 1:
-        texts[1:, -2] = ends[0]
-        texts[1:, -1] = ends[0] if config.pad_token_id is None else config.pad_token_id
+    pad = how.pad_token_id or 0
+    for row, tokens in zip(
+        texts, completions(config, how.eos_token_id, len(texts), new), strict=True
+    ):
+        row[-new:] = torch.tensor([*tokens, *[pad] * (new - len(tokens))])
     return texts
+
+
+def completions(config: Any, ends: Any, rows: int, new: int) -> list[list[int]]:
+    """The tokens of so many texts by a model with this config; ``ends`` are those that end a text."""
+    ends = ends if isinstance(ends, (list, tuple)) else [ends] * (ends is not None)
+    usual = getattr(config.get_text_config(), "vocab_size", 2) // 2  # others are at the ends
+    token = next(one for one in count(usual) if one not in ends)
+    longest = [token] * new
+    shorter = [*longest[:-2], ends[0]] if ends and new > 1 else longest
+    return [longest, *[shorter] * (rows - 1)]
 
 
 def _lengthen(cache: Any, missing: int) -> None:

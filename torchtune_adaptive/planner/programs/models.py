@@ -45,6 +45,10 @@ class Models:
         """Whether the layers of all models are still alike, so that few may stand for them."""
         return all(map(shortening.still_repeats, self._alive))
 
+    def config(self) -> Any:
+        """The config of the first model that has one."""
+        return next(model.config for model in self._alive if hasattr(model, "config"))
+
     def follow(self, imports: WhenImported) -> None:
         """Make models from now on, those of transformers once that is imported."""
         # So that parameters stay the same objects when they become fake.

@@ -51,6 +51,7 @@ from torchtune_adaptive.planner.programs.request import Program, Seen
 from torchtune_adaptive.planner.programs.steps import WANTED, ProgramSteps
 from torchtune_adaptive.planner.programs.surroundings import Surroundings
 from torchtune_adaptive.planner.programs.unknown import Assumed
+from torchtune_adaptive.planner.programs.vllm import Vllm
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.planner.trace.step_tracer import StepTracer
 
@@ -90,6 +91,8 @@ class ProgramRun:
         self._models = Models(self._tracer, self._begin)
         self._loader = LongestBatches(self._steps, program.rows, program.length)
         self._generation = Generation(self._steps, self._tracer.recorder)
+        recorder = self._tracer.recorder
+        self._vllm = Vllm(program.gpu, self._steps, recorder, self._models.config)
         self._compiles = False
         self._forks: dict[tuple[int, int, int], Fork] = {}
         """Forks by what shortens their models."""
@@ -216,6 +219,7 @@ class ProgramRun:
         self._steps.follow()
         self._loader.follow(imports)
         self._generation.follow(imports)
+        self._vllm.follow(imports)
         registered.follow(face)
         imports.call("transformers.masking_utils", lambda it: put(it, "is_tracing", _no))
         let_backward_run_in(face)

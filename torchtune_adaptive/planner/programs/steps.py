@@ -55,6 +55,8 @@ class ProgramSteps:
         self.taken = 0
         """The number of steps of the optimizer so far."""
         self._passes = self._passes_before = 0
+        self._generating = set[int]()
+        """The steps that generate something."""
         self.shared = 1
         """The passes that are made with what was generated before them."""
         self._recorder.phase = self._phase
@@ -83,6 +85,7 @@ class ProgramSteps:
         before = self._stage, self._recorder.category
         self.shared = max(self.shared, self._passes - self._passes_before)
         self._passes_before = self._passes
+        self._generating |= {len(self._parts)} - {0}
         self._stage, self._recorder.category = GENERATION, Recorder.ACTIVATIONS
         waits = self._hook is not None
         if waits:
@@ -103,9 +106,14 @@ class ProgramSteps:
             NotRegular: the program does something else in each step.
         """
         try:
-            return _closed(self._parts)
+            return self._closed(self._parts)
         except NotRegular:  # perhaps because an epoch has ended in the last one
-            return _closed(self._parts[:-1])
+            return self._closed(self._parts[:-1])
+
+    def _closed(self, parts: Sequence[RecordedStep]) -> tuple[StartUp, RecordedStep]:
+        if self._generating and len(parts) - 1 not in self._generating:
+            raise NotRegular("a step generates what more than a few steps are about")
+        return _closed(parts)
 
     @property
     def begun(self) -> bool:
@@ -200,8 +208,6 @@ class ProgramSteps:
 def _closed(parts: Sequence[RecordedStep]) -> tuple[StartUp, RecordedStep]:
     """What precedes the last part, and that as a step which leaves nothing behind."""
     set_up, first, *others, last = parts
-    if any(map(_generates, (first, *others))) and not _generates(last):
-        raise NotRegular("a step generates what more than a few steps are about")
     made = {event.block: event for part in parts for event in part.events if event.nbytes >= 0}
     labels = {block: label for part in parts for block, label in part.labels.items()}
     of_last = {event.block for event in last.events if event.nbytes >= 0}
@@ -218,10 +224,6 @@ def _closed(parts: Sequence[RecordedStep]) -> tuple[StartUp, RecordedStep]:
     before = {event.block for part in (set_up, first) for event in part.events}
     ends = [_freed(block) for block in sorted(gone & before & made.keys())]
     return StartUp(set_up, RecordedStep([*first.events, *ends], first.labels)), step
-
-
-def _generates(step: RecordedStep) -> bool:
-    return any(label.phase == GENERATION for label in step.labels.values())
 
 
 def _freed(block: int) -> MemoryEvent:

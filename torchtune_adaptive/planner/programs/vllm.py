@@ -1,0 +1,210 @@
+"""vLLM for TRL (1.16): what its engine holds on the GPUs of a training, or a server of it on others.
+
+It takes a share of the card, by its own setting, for its weights and its cache, and nothing of torch's. An
+engine that sleeps gives that back, but for CUDA graphs and the buffers of libraries. Texts are the longest
+that are asked for. (vLLM 0.31, of which nothing runs here.)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import cycle, islice
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.planner.memory.allocator import BESIDE
+from torchtune_adaptive.planner.memory.gpus import Gpu
+from torchtune_adaptive.planner.programs.generation import completions
+from torchtune_adaptive.planner.programs.imports import WhenImported, put
+from torchtune_adaptive.planner.programs.stand_ins import StandIn
+from torchtune_adaptive.planner.programs.steps import ProgramSteps
+from torchtune_adaptive.planner.trace import fake_device
+from torchtune_adaptive.planner.trace.recorder import Recorder
+
+ASLEEP = 1 << 30
+"""Assumption: what an engine keeps that sleeps. Reports of vLLM say 0.3 GiB (19.51 of 19.78 GiB freed,
+https://github.com/vllm-project/vllm/issues/17117), and more with tensor parallelism
+(https://github.com/NVIDIA-NeMo/RL/issues/223)."""
+_PACKED, _BUFFERS = 1 << 30, 2
+"""Bytes of weights from which on they are sent to a server, and the buffers for that."""
+_NAMES = {
+    "": ("LLM", "SamplingParams", "RequestOutput"),
+    ".sampling_params": ("SamplingParams", "StructuredOutputsParams"),
+    ".utils.network_utils": ("get_ip", "get_open_port"),
+    ".distributed.weight_transfer.nccl_common": ("trainer_init",),
+    ".distributed.weight_transfer.packed_tensor": ("packed_nccl_broadcast_producer",),
+}
+_PACKAGES = (".utils", ".distributed", ".distributed.weight_transfer")
+
+
+class Vllm:
+    """vLLM as TRL finds it; ``config`` gives that of the program's model."""
+
+    def __init__(
+        self, gpu: Gpu, steps: ProgramSteps, recorder: Recorder, config: Callable[[], Any]
+    ) -> None:
+        self._gpu, self.steps, self.recorder, self.config = gpu, steps, recorder, config
+
+    def follow(self, imports: WhenImported) -> None:
+        """Let it be found from now on."""
+        stand_in = StandIn("vllm", "0.31.0", "vllm", self._module)
+        imports.call("trl.import_utils", lambda _: sys.meta_path.insert(0, stand_in))
+        imports.call("trl.generation.vllm_client", self._of_client)
+
+    def _module(self, name: str) -> ModuleType | None:
+        part = name.removeprefix("vllm")
+        if part not in (*_NAMES, *_PACKAGES):
+            return None
+        made = ModuleType(name)
+        vars(made).update(dict.fromkeys(_NAMES.get(part, ()), _Sampling))
+        if not part:
+            made.LLM = partial(_Engine, self, self._gpu.total)  # type: ignore[attr-defined]
+        return made
+
+    def _of_client(self, client: Any) -> None:
+        put(client, "VLLMClient", lambda *_, **__: _Client(self))
+
+    def generated(self, rows: int, sampling: _Sampling) -> list[list[int]]:
+        """The tokens of so many texts."""
+        with self.steps.generating():
+            config = self.config()
+            return completions(config, config.eos_token_id, rows, sampling.max_tokens)
+
+
+class _Sampling(SimpleNamespace):
+    """What is asked for."""
+
+    n, max_tokens, logprobs = 1, 16, None
+
+    def shares(self, tokens: Sequence[int]) -> list[dict[int, Any]] | None:
+        """Log-probabilities of these tokens, and of as many others as are asked for."""
+        if self.logprobs is None:
+            return None
+        places = range(self.logprobs + 1)
+        return [
+            {one + at: SimpleNamespace(logprob=-1.0, rank=at + 1) for at in places}
+            for one in tokens
+        ]
+
+
+class _Engine:
+    """An engine on the GPU of the program."""
+
+    def __init__(
+        self,
+        vllm: Vllm,
+        total: int,
+        model: str,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        **_: Any,
+    ) -> None:
+        self._vllm, self._name, self._share = vllm, model, int(total * gpu_memory_utilization)
+        self._stream = fake_device.FakeStream()
+        self._stream.number = BESIDE
+        self._held = (0, 0)
+        self._awake: AbstractContextManager[None] | None = None
+        length = max_model_len or getattr(vllm.config(), "max_position_embeddings", sys.maxsize)
+        runner = SimpleNamespace(model=SimpleNamespace(load_weights=lambda _: None))
+        worker = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        about = SimpleNamespace(max_model_len=length)
+        self.llm_engine = SimpleNamespace(model_executor=worker, model_config=about)
+        self._hold(self._share)
+
+    def _hold(self, nbytes: int) -> None:
+        recorder = self._vllm.recorder
+        recorder.free(*self._held)
+        with self._stream:
+            self._held = recorder.allocate(nbytes, "vLLM", "vLLM"), nbytes
+
+    def sleep(self, level: int = 1) -> None:
+        self._hold(min(ASLEEP, self._share))
+        if self._awake is not None:
+            self._awake.__exit__(None, None, None)
+            self._awake = None
+
+    def wake_up(self, tags: Any = None) -> None:
+        if self._awake is None:
+            self._awake = self._vllm.steps.generating()
+            self._awake.__enter__()
+            self._hold(self._share)
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def generate(
+        self, prompts: Sequence[Any], sampling_params: _Sampling, **_: Any
+    ) -> list[SimpleNamespace]:
+        texts = iter(self._vllm.generated(len(prompts) * sampling_params.n, sampling_params))
+        found = []
+        for prompt in prompts:
+            mine = islice(texts, sampling_params.n)
+            outputs = [
+                SimpleNamespace(token_ids=one, logprobs=sampling_params.shares(one)) for one in mine
+            ]
+            found.append(SimpleNamespace(prompt_token_ids=self._tokens(prompt), outputs=outputs))
+        return found
+
+    def _tokens(self, prompt: Any) -> list[int]:
+        given = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        if "prompt_token_ids" in given:
+            return list(given["prompt_token_ids"])
+        from transformers import AutoTokenizer
+
+        return list(AutoTokenizer.from_pretrained(self._name)(given["prompt"]).input_ids)
+
+
+class _Client:
+    """A server of vLLM's on other GPUs, which weights are sent to."""
+
+    def __init__(self, vllm: Vllm) -> None:
+        self._vllm = vllm
+
+    def init_communicator(self, device: Any = 0) -> None: ...
+
+    reset_prefix_cache = close_communicator = init_communicator
+
+    def get_server_info(self) -> Mapping[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def generate(
+        self, prompts: Sequence[Any], n: int = 1, logprobs: int | None = 0, **options: Any
+    ) -> Mapping[str, Any]:
+        sampling = _Sampling(n=n, logprobs=logprobs, max_tokens=options.get("max_tokens", 16))
+        texts = self._vllm.generated(len(prompts) * n, sampling)
+        shares = None if logprobs is None else [sampling.shares(one) or [] for one in texts]
+        return {
+            "prompt_ids": [*prompts],
+            "completion_ids": texts,
+            "logprobs": shares and [[[s.logprob for s in at.values()] for at in o] for o in shares],
+            "logprob_token_ids": shares and [[[*at] for at in one] for one in shares],
+        }
+
+    def update_named_params(
+        self, metadata: Any, named_params: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Send weights, which are put together in buffers."""
+        streams = [fake_device.FakeStream() for _ in range(_BUFFERS)]
+        sent: list[torch.Tensor | None] = [None] * _BUFFERS
+        left = iter(named_params)
+        for at in cycle(range(_BUFFERS)):
+            sent[at] = None
+            together: list[torch.Tensor] = []
+            with streams[at]:
+                for _, one in left:
+                    together.append(one.contiguous().view(torch.uint8).flatten())
+                    if sum(part.numel() for part in together) > _PACKED:
+                        break
+                if not together:
+                    return
+                sent[at] = torch.cat(together)
+
+    def update_named_param(self, name: str, weights: torch.Tensor) -> None:
+        self.update_named_params(None, [(name, weights)])
+
+    def update_model_params(self, model: torch.nn.Module) -> None:
+        self.update_named_params(None, ((name, one.data) for name, one in model.named_parameters()))
