@@ -245,6 +245,10 @@ def _about(program: programs.Program, plan: programs.ProgramPlan) -> list[str]:
         lines.append(
             f"generated: texts of {longest}, the longest that are asked for; all but one end just before"
         )
+    if "vLLM" in plan.answers[0].peak.parts:
+        lines.append(
+            "vLLM: takes the share of the card that the program says, and 1 GiB as it sleeps (not measured)"
+        )
     if plan.compiles:
         lines.append("compile: planned as if nothing were compiled, which takes more (upper bound)")
     if plan.uncounted:

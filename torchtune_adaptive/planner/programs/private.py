@@ -184,6 +184,19 @@ def goes_on(model: Any, options: dict[str, Any], tokens: int, length: int) -> di
     return found
 
 
+def let_serve(
+    client: Any,
+    get: Callable[[str], Any],
+    post: Callable[[str, Any], Any],
+) -> None:
+    """Let functions answer what TRL (1.16) asks a server of vLLM's, which nobody is connected to."""
+    kind = client.VLLMClient
+    kind.check_server = lambda *_, **__: None
+    kind.get_server_info = lambda self: get("/server_info")["vllm_config"]
+    kind._get = lambda self, url, **_: get(url)
+    kind._post = lambda self, url, json=None: post(url, json or {})
+
+
 def in_buckets(parameters: Sequence[torch.Tensor], sizes: list[int]) -> list[list[int]]:
     """The places of the parameters in each bucket of ``DistributedDataParallel``."""
     sparse = [False] * len(parameters)

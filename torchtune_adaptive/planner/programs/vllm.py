@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
+from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.memory.allocator import BESIDE
 from torchtune_adaptive.planner.memory.gpus import Gpu
 from torchtune_adaptive.planner.programs.generation import completions
-from torchtune_adaptive.planner.programs.imports import WhenImported, put
+from torchtune_adaptive.planner.programs.imports import WhenImported
+from torchtune_adaptive.planner.programs.private import let_serve
 from torchtune_adaptive.planner.programs.stand_ins import StandIn
 from torchtune_adaptive.planner.programs.steps import ProgramSteps
 from torchtune_adaptive.planner.trace import fake_device
@@ -32,12 +34,13 @@ https://github.com/vllm-project/vllm/issues/17117), and more with tensor paralle
 (https://github.com/NVIDIA-NeMo/RL/issues/223)."""
 _PACKED, _BUFFERS = 1 << 30, 2
 """Bytes of weights from which on they are sent to a server, and the buffers for that."""
+_ADDRESS, _JOINS, _SENDS = "get_ip", "trainer_init", "packed_nccl_broadcast_producer"
 _NAMES = {
     "": ("LLM", "SamplingParams", "RequestOutput"),
     ".sampling_params": ("SamplingParams", "StructuredOutputsParams"),
-    ".utils.network_utils": ("get_ip", "get_open_port"),
-    ".distributed.weight_transfer.nccl_common": ("trainer_init",),
-    ".distributed.weight_transfer.packed_tensor": ("packed_nccl_broadcast_producer",),
+    ".utils.network_utils": (_ADDRESS,),
+    ".distributed.weight_transfer.nccl_common": (_JOINS,),
+    ".distributed.weight_transfer.packed_tensor": (_SENDS,),
 }
 _PACKAGES = (".utils", ".distributed", ".distributed.weight_transfer")
 
@@ -54,20 +57,40 @@ class Vllm:
         """Let it be found from now on."""
         stand_in = StandIn("vllm", "0.31.0", "vllm", self._module)
         imports.call("trl.import_utils", lambda _: sys.meta_path.insert(0, stand_in))
-        imports.call("trl.generation.vllm_client", self._of_client)
+        imports.call("trl.generation.vllm_client", lambda it: let_serve(it, _got, self._posted))
 
     def _module(self, name: str) -> ModuleType | None:
         part = name.removeprefix("vllm")
         if part not in (*_NAMES, *_PACKAGES):
             return None
         made = ModuleType(name)
-        vars(made).update(dict.fromkeys(_NAMES.get(part, ()), _Sampling))
-        if not part:
-            made.LLM = partial(_Engine, self, self._gpu.total)  # type: ignore[attr-defined]
+        known: dict[str, Any] = {"LLM": partial(_Engine, self, self._gpu.total), _SENDS: _sent}
+        known |= {_ADDRESS: lambda: "127.0.0.1", _JOINS: lambda _: SimpleNamespace(group=None)}
+        vars(made).update({one: known.get(one, _Sampling) for one in _NAMES.get(part, ())})
         return made
 
-    def _of_client(self, client: Any) -> None:
-        put(client, "VLLMClient", lambda *_, **__: _Client(self))
+    def _posted(self, url: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a server on other GPUs answers.
+
+        Raises:
+            NoPrediction: it is asked for texts in another way than by prompts.
+        """
+        if "prompt" not in asked:
+            if "messages" in asked or "token_ids" in asked:
+                raise NoPrediction(
+                    f"{url}: prompts with images are not planned with a server. Use vllm_mode=colocate."
+                )
+            return {}
+        known = {name: asked[name] for name in ("n", "max_tokens", "logprobs") if name in asked}
+        sampling = _Sampling(**known)
+        prompts = [one for one in asked["prompt"] for _ in range(sampling.n)]
+        texts = self.generated(len(prompts), sampling)
+        return {
+            "choices": [
+                {"prompt_token_ids": prompt, "token_ids": text, "logprobs": sampling.named(text)}
+                for prompt, text in zip(prompts, texts, strict=True)
+            ]
+        }
 
     def generated(self, rows: int, sampling: _Sampling) -> list[list[int]]:
         """The tokens of so many texts."""
@@ -91,6 +114,15 @@ class _Sampling(SimpleNamespace):
             for one in tokens
         ]
 
+    def named(self, tokens: Sequence[int]) -> Mapping[str, Any] | None:
+        """The same as a server says it."""
+        shares = self.shares(tokens)
+        return shares and {
+            "tokens": [f"token_id:{one}" for one in tokens],
+            "token_logprobs": [-1.0] * len(tokens),
+            "top_logprobs": [{f"token_id:{one}": -1.0 for one in each} for each in shares],
+        }
+
 
 class _Engine:
     """An engine on the GPU of the program."""
@@ -107,23 +139,22 @@ class _Engine:
         self._vllm, self._name, self._share = vllm, model, int(total * gpu_memory_utilization)
         self._stream = fake_device.FakeStream()
         self._stream.number = BESIDE
-        self._held = (0, 0)
         self._awake: AbstractContextManager[None] | None = None
         length = max_model_len or getattr(vllm.config(), "max_position_embeddings", sys.maxsize)
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=lambda _: None))
         worker = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
         about = SimpleNamespace(max_model_len=length)
         self.llm_engine = SimpleNamespace(model_executor=worker, model_config=about)
-        self._hold(self._share)
+        self._hold(min(ASLEEP, self._share))
+        self._given_back = self._hold(max(0, self._share - ASLEEP))
 
-    def _hold(self, nbytes: int) -> None:
-        recorder = self._vllm.recorder
-        recorder.free(*self._held)
+    def _hold(self, nbytes: int) -> tuple[int, int]:
+        """The block of so many bytes, and these."""
         with self._stream:
-            self._held = recorder.allocate(nbytes, "vLLM", "vLLM"), nbytes
+            return self._vllm.recorder.allocate(nbytes, "vLLM", "vLLM"), nbytes
 
     def sleep(self, level: int = 1) -> None:
-        self._hold(min(ASLEEP, self._share))
+        self._vllm.recorder.free(*self._given_back)
         if self._awake is not None:
             self._awake.__exit__(None, None, None)
             self._awake = None
@@ -132,7 +163,7 @@ class _Engine:
         if self._awake is None:
             self._awake = self._vllm.steps.generating()
             self._awake.__enter__()
-            self._hold(self._share)
+            self._given_back = self._hold(self._given_back[1])
 
     def reset_prefix_cache(self) -> None: ...
 
@@ -158,53 +189,27 @@ class _Engine:
         return list(AutoTokenizer.from_pretrained(self._name)(given["prompt"]).input_ids)
 
 
-class _Client:
-    """A server of vLLM's on other GPUs, which weights are sent to."""
+def _sent(iterator: Iterable[Any], group: Any, src: int, post_iter_func: Any) -> None:
+    """Send weights to a server: many together, in one of several buffers, each by a stream of its own."""
+    streams = [fake_device.FakeStream() for _ in range(_BUFFERS)]
+    sent: list[torch.Tensor | None] = [None] * _BUFFERS
+    left = iter(iterator)
+    for at in cycle(range(_BUFFERS)):
+        sent[at] = None
+        together: list[torch.Tensor] = []
+        with streams[at]:
+            for item in left:
+                together.append(post_iter_func(item).contiguous().view(torch.uint8).flatten())
+                if sum(part.numel() for part in together) > _PACKED:
+                    break
+            if not together:
+                return
+            sent[at] = torch.cat(together)
 
-    def __init__(self, vllm: Vllm) -> None:
-        self._vllm = vllm
 
-    def init_communicator(self, device: Any = 0) -> None: ...
-
-    reset_prefix_cache = close_communicator = init_communicator
-
-    def get_server_info(self) -> Mapping[str, Any]:
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
-
-    def generate(
-        self, prompts: Sequence[Any], n: int = 1, logprobs: int | None = 0, **options: Any
-    ) -> Mapping[str, Any]:
-        sampling = _Sampling(n=n, logprobs=logprobs, max_tokens=options.get("max_tokens", 16))
-        texts = self._vllm.generated(len(prompts) * n, sampling)
-        shares = None if logprobs is None else [sampling.shares(one) or [] for one in texts]
-        return {
-            "prompt_ids": [*prompts],
-            "completion_ids": texts,
-            "logprobs": shares and [[[s.logprob for s in at.values()] for at in o] for o in shares],
-            "logprob_token_ids": shares and [[[*at] for at in one] for one in shares],
-        }
-
-    def update_named_params(
-        self, metadata: Any, named_params: Iterable[tuple[str, torch.Tensor]]
-    ) -> None:
-        """Send weights, which are put together in buffers."""
-        streams = [fake_device.FakeStream() for _ in range(_BUFFERS)]
-        sent: list[torch.Tensor | None] = [None] * _BUFFERS
-        left = iter(named_params)
-        for at in cycle(range(_BUFFERS)):
-            sent[at] = None
-            together: list[torch.Tensor] = []
-            with streams[at]:
-                for _, one in left:
-                    together.append(one.contiguous().view(torch.uint8).flatten())
-                    if sum(part.numel() for part in together) > _PACKED:
-                        break
-                if not together:
-                    return
-                sent[at] = torch.cat(together)
-
-    def update_named_param(self, name: str, weights: torch.Tensor) -> None:
-        self.update_named_params(None, [(name, weights)])
-
-    def update_model_params(self, model: torch.nn.Module) -> None:
-        self.update_named_params(None, ((name, one.data) for name, one in model.named_parameters()))
+def _got(url: str) -> Mapping[str, Any]:
+    """What a server says about itself."""
+    if url.endswith("/models"):
+        return {"data": [{"id": "model"}]}
+    about = {"model_config": {"logprobs_mode": "processed_logprobs"}, "weight_transfer_config": {}}
+    return {"world_size": 1, "vllm_config": about}
