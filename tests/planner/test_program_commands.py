@@ -14,6 +14,8 @@ import yaml
 
 from tests.helpers.beside import ROOT
 from tests.helpers.hub import hub
+from torchtune_adaptive.planner import gpus
+from torchtune_adaptive.planner.programs.vllm import ASLEEP
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.runs]
 
@@ -31,8 +33,12 @@ MODEL = {
     "bos_token_id": 1,
 }
 PLANNED = ("SFT", "DPO", "KTO", "Reward", "CPO", "ORPO", "GKD lmbda=0.0")
-GENERATING = ("Distillation", "GRPO", "RLOO", "GKD", "A2PO", "GMPO", "IWOPD", "OnlineDPO")
-GENERATING += ("SDFT", "SDPO")
+GENERATING = {
+    **dict.fromkeys(("GRPO max_completion_length=80", "RLOO max_completion_length=80"), 80),
+    **dict.fromkeys(("Distillation", "A2PO", "GMPO", "SDFT", "SDPO"), 256),
+    **{"GKD lmbda=1.0": 128, "OnlineDPO": 64},
+}
+"""Trainers that generate, and the tokens of a text."""
 
 
 @pytest.fixture
@@ -98,14 +104,28 @@ def test_trainers(words: str, folder: Path, beside_trl: Path) -> None:
     assert found["rows"] == 2 and found["peak"]["parts"]["optimizer state"]
 
 
-@pytest.mark.parametrize("name", GENERATING)
-def test_trainers_that_generate_are_refused(name: str, folder: Path, beside_trl: Path) -> None:
-    done = run(
-        beside_trl, folder, "-m", "torchtune_adaptive", "plan", "program_trl.py", "model", name
+@pytest.mark.parametrize(("words", "tokens"), GENERATING.items())
+def test_trainers_that_generate(words: str, tokens: int, folder: Path, beside_trl: Path) -> None:
+    found = plan(beside_trl, folder, "program_trl.py", "model", *words.split())
+    assert found["generated_tokens"] == tokens
+    assert found["peak"]["by_phase"]["generation"] and found["peak"]["by_phase"]["backward"]
+
+
+def test_vllm_stands_beside_a_trainer(folder: Path, beside_trl: Path) -> None:
+    def peak(*words: str) -> dict[str, Any]:
+        words = ("program_trl.py", "model", "GRPO", "use_vllm=True", *words)
+        found: dict[str, Any] = plan(beside_trl, folder, *words, "--gpu", "h100-80gb")["peak"]
+        return found
+
+    share = int(gpus.gpu("h100-80gb").total * 0.3)
+    there, asleep, elsewhere = map(
+        peak, ("vllm_mode='colocate'", "vllm_enable_sleep_mode=True", "vllm_mode='server'")
     )
-    assert done.returncode
-    said = done.stdout + done.stderr
-    assert "generates, and how long its texts become" in said, said[-3000:]
+    assert there["parts"]["vLLM"] == share and "vLLM" not in elsewhere["parts"]
+    assert there["allocated"] == pytest.approx(elsewhere["allocated"], rel=0.001)
+    assert asleep["by_phase"]["generation"] > share > ASLEEP
+    training = [one["by_phase"]["backward"] for one in (there, asleep, elsewhere)]
+    assert training[0] - training[2] == share and training[1] - training[2] == ASLEEP
 
 
 FROM_HUB = """

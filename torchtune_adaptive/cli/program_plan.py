@@ -28,7 +28,7 @@ from torchtune_adaptive.common import (
     counted,
     human_bytes,
 )
-from torchtune_adaptive.planner import Answer, Machine, gpus, planned_gpu, programs
+from torchtune_adaptive.planner import Answer, Machine, Peak, gpus, planned_gpu, programs
 
 HEADROOM = 0.05
 _LONGEST = 600.0
@@ -136,12 +136,23 @@ def _about(asked: AskedProgram, plan: programs.ProgramPlan) -> list[str]:
             row = f"{program.length} tokens, made of the longest of {among}"
         elif seen.tokens > 1:
             row += f", {counted(seen.tokens, 'token')}"
+        together = f", in multiples of {seen.unit}" if seen.unit > 1 else ""
+        together = f", in multiples of {seen.unit}" if seen.unit > 1 else ""
         lines.append(
-            f"rows: {row}; a batch has such rows, and one that is shorter where rows differ"
+            f"rows: {row}; a batch has such rows{together}, and one that is shorter where rows differ"
         )
     if seen is not None and seen.read:
         lines.append(
             f"data: {seen.read:,} of the {seen.there:,} rows of the dataset, the longest among them"
+        )
+    if found.generated:
+        longest = counted(found.generated, "token")
+        lines.append(
+            f"generated: texts of {longest}, the longest that are asked for; all but one end just before"
+        )
+    if found.card:
+        lines.append(
+            "vLLM: takes the share of the card that the program says, and 1 GiB as it sleeps (not measured)"
         )
     if found.compiles:
         lines.append("compile: planned as if nothing were compiled, which takes more (upper bound)")
@@ -165,9 +176,12 @@ def _blocks(
         fits = f" {answer.largest} or more fit."
     largest = fits if seen else ""
     batches = f" x {plan.micro_batches} in a step" if plan.micro_batches > 1 else ""
+    if seen and seen.shared > 1:
+        batches = f", trained on in {seen.shared} passes"
     lines = [
         f"{size}{batches}: {answer.verdict}, peak {peak_of(device, peak.reserved)}.{largest}",
         f"{asked.program.name} on {each}{device.name}",
+        *_of_phases(peak),
     ]
     if peak.with_retries:
         lines.append(caution_of_retries(f"with {peak.rows}"))
@@ -183,6 +197,16 @@ def _blocks(
             answer.speed, peak.rows, plan.ranks, asked_job, answer.fits, "a batch of"
         )
     return blocks
+
+
+def _of_phases(peak: Peak) -> list[str]:
+    """What limits a program that generates."""
+    most = dict(peak.by_phase)
+    generating = most.pop(programs.GENERATION, None)
+    if generating is None:
+        return []
+    others = human_bytes(max(most.values(), default=0))
+    return [f"tensors: {human_bytes(generating)} as it generates, {others} in the rest of the step"]
 
 
 def _print_json(
@@ -201,6 +225,7 @@ def _print_json(
         "device": asdict(answer.device),
         "peak": asdict(answer.peak),
         "micro_batches": plan.micro_batches,
+        "generated_tokens": plan.about.generated,
         "tokens_in_a_row": seen.tokens if seen else None,
         **speed_as_dict(answer.speed, plan.ranks, asked_job, answer.fits),
         "speed": asdict(answer.speed) if answer.speed else None,

@@ -28,6 +28,8 @@ LARGE_SEGMENT = 20 * MIB
 
 OWN_SEGMENT = 10 * MIB
 """Bytes from which on a block gets its own segment."""
+BESIDE = -1
+"""The stream of what another library gets from the device by itself, beside the allocator."""
 Pool = tuple[int, bool]  # stream, whether small
 
 

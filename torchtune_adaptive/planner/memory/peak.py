@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torchtune_adaptive.planner.memory.allocator import (
+    BESIDE,
     Allocator,
     LimitedAllocator,
     MemoryBlock,
@@ -115,6 +116,8 @@ class Peak:
     with_retries: bool = False
     """Whether more is reserved than there is, but the step runs if the allocator returns what it does not use
     in the middle of it."""
+    by_phase: Mapping[str, int] = field(default_factory=dict)
+    """The most bytes of tensors in each part of the step."""
 
     def verdict(self, device: DeviceLimits) -> str:
         """The device's verdict on the peak."""
@@ -158,32 +161,37 @@ def replayed(
     start_up: StartUp, step: RecordedStep, rows: int, length: int, device: DeviceLimits
 ) -> Peak:
     """The same as far as it does not depend on how much memory there is."""
-    parts, (_, phase, operation) = _highest_moment(start_up, step, device)
+    parts, (_, phase, operation), by_phase = _highest_moment(start_up, step, device)
     live = allocated = reserved = sum(parts.values())
     if device.caching:
         allocator = Allocator(device.expandable)
         _replay(allocator, start_up, step, device)
         allocated, reserved = allocator.peak_allocated, allocator.peak_reserved
     reserved = round(reserved * device.correction)
-    return Peak(rows, length, live, allocated, reserved, parts, phase, operation)
+    return Peak(rows, length, live, allocated, reserved, parts, phase, operation, False, by_phase)
 
 
 def _highest_moment(
     start_up: StartUp, step: RecordedStep, device: DeviceLimits
-) -> tuple[dict[str, int], Label]:
-    """Bytes by category when most are allocated, and what has been allocated last then."""
+) -> tuple[dict[str, int], Label, dict[str, int]]:
+    """Bytes by category when most are allocated, what has been allocated last then, and the most bytes by the
+    part of the step."""
     parts = _parts_before(start_up, device)
     total = most = sum(parts.values())
     at, changes = -1, [*step.changes()]
+    by_phase: Counter[str] = Counter()
     for index, change in enumerate(changes):
         total += change
+        if change > 0:
+            phase = step.labels[step.events[index].block].phase
+            by_phase[phase] = max(by_phase[phase], total)
         if total > most:
             most, at = total, index
     for event, change in zip(step.events, changes[: at + 1], strict=False):
         parts[step.labels[event.block].category] += change
     nothing = Label("", "between steps", "")
     label = step.labels[step.events[at].block] if at >= 0 else nothing
-    return {name: n for name, n in parts.items() if n}, label
+    return {name: n for name, n in parts.items() if n}, label, dict(by_phase)
 
 
 def _parts_before(start_up: StartUp, device: DeviceLimits) -> Counter[str]:
@@ -210,7 +218,7 @@ def _replay(
     these steps, and of the first one if that has the same size."""
     for nbytes in device.workspaces:
         allocator.allocate(nbytes)
-    blocks: dict[int, MemoryBlock] = {}
+    blocks: dict[int, MemoryBlock | int] = {}
     _play(allocator, start_up.set_up.events, blocks)
     if start_up.kept is None:
         _play(allocator, start_up.first_step.events, blocks)
@@ -242,10 +250,16 @@ def runs_with_retries(
 
 
 def _play(
-    allocator: Allocator, events: Iterable[MemoryEvent], blocks: dict[int, MemoryBlock]
+    allocator: Allocator, events: Iterable[MemoryEvent], blocks: dict[int, MemoryBlock | int]
 ) -> None:
     for block, nbytes, stream in events:
-        if nbytes >= 0:
+        if stream == BESIDE:
+            allocator.release()  # as programs do before
+            allocator.request(nbytes)
+            blocks[block] = nbytes
+        elif nbytes >= 0:
             blocks[block] = allocator.allocate(nbytes, stream)
+        elif isinstance(held := blocks.pop(block), int):
+            allocator.reserved -= held
         else:
-            allocator.free(blocks.pop(block))
+            allocator.free(held)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.planner.programs.request import (
         CHECKPOINTED,
+        GENERATION,
         OnGpus,
         Program,
         ProgramPlan,

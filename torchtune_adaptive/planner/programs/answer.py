@@ -63,13 +63,13 @@ class ProgramAnswers:
         else:
             asked = [self._question(device, pace) for device, pace in given]
             try:
-                answers = [self._traced.answer(one) for one in asked]
+                answers = [self._answer(one) for one in asked]
             except NotRun:
                 unchecked = steps.unchecked(self._sizes[1])
                 if not unchecked:
                     raise
                 asked = [replace(one, confirmed=False) for one in asked]
-                answers = [self._traced.answer(one) for one in asked]
+                answers = [self._answer(one) for one in asked]
         return ProgramPlan(answers, steps.ranks, steps.micro_batches, steps.about, unchecked)
 
     @property
@@ -104,20 +104,37 @@ class ProgramAnswers:
 
     @cached_property
     def _traced(self) -> TracedRun:
-        return TracedRun(self._steps, _ANY_LENGTH, rows=self._sizes, searches=False, tolerance=_TOLERANCE)
+        return TracedRun(
+            self._steps, _ANY_LENGTH, rows=self._sizes, searches=False, tolerance=_TOLERANCE
+        )
+
+    @property
+    def _unit(self) -> int:
+        """The rows that a batch is a multiple of."""
+        assert self._seen is not None
+        return self._seen.unit
 
     @property
     def _own(self) -> int:
-        """The rows that are run in any case."""
+        """The units that are run in any case.
+
+        Raises:
+            NoPrediction: the rows are no multiple of one.
+        """
         assert self._seen is not None
-        return self._program.rows or self._seen.rows
+        rows = self._program.rows or self._seen.rows
+        if rows % self._unit:
+            raise NoPrediction(
+                f"--rows: {rows}, but {self._program.name} needs multiples of {self._unit}. Use one."
+            )
+        return rows // self._unit
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """The two numbers of rows from which others follow."""
+        """The two numbers of units from which others follow."""
         assert self._seen is not None
-        tokens = self._seen.tokens
-        filling = -(-_TOKENS // max(1, tokens - 1)) if tokens > 1 else 1
+        tokens = max(self._seen.tokens, self._steps.about.generated) - 1
+        filling = -(-_TOKENS * self._seen.shared // (tokens * self._unit)) if tokens > 0 else 1
         least = max(TracedRun.ROWS[0], self._own, filling)
         return least, least + 1
 
@@ -129,10 +146,16 @@ class ProgramAnswers:
             _ANY_LENGTH,
             micro_batches=self._steps.micro_batches,
             pace=pace,
-            ceiling=self._program.ceiling,
+            ceiling=max(1, self._program.ceiling // self._unit),
             confirmed=True,
-            tokens=self._seen.tokens,
+            tokens=self._seen.tokens * self._unit,
         )
+
+    def _answer(self, asked: Question) -> Answer:
+        """The answer in rows."""
+        found, unit = self._traced.answer(asked), self._unit
+        peak = replace(found.peak, rows=found.peak.rows * unit)
+        return replace(found, peak=peak, largest=found.largest * unit)
 
     def _of_its_batch(self, device: DeviceLimits, pace: Pace | None) -> Answer:
         """The answer where batches are as the program makes them."""

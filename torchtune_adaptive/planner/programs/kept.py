@@ -43,6 +43,8 @@ def kept_of(program: Program) -> Kept:
     found = _cache(program).get(_facts(program))
     if found is None or _now(found["read"]) != found["read"]:
         return Kept()
+    if found["card"] not in ("", program.gpu.name):
+        return Kept()
     steps = {name: RecordedStep.unpacked(one) for name, one in found["steps"].items()}
     return Kept(steps, found["about"], found["read"])
 
@@ -50,7 +52,8 @@ def kept_of(program: Program) -> Kept:
 def keep(program: Program, kept: Kept) -> None:
     """Remember a program."""
     steps = {name: step.packed() for name, step in kept.steps.items()}
-    value = {"about": kept.about, "steps": steps, "read": _now(kept.read)}
+    card = kept.about["about"].card
+    value = {"about": kept.about, "card": card, "steps": steps, "read": _now(kept.read)}
     _cache(program).put(_facts(program), value)
 
 

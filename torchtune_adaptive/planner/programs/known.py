@@ -29,7 +29,7 @@ from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
 _aten = torch.ops.aten
 _MOST_INTEGERS, _MOST_FLOATS = 1 << 26, 1 << 12
 """The elements that a tensor may have whose values are computed."""
-_TO = _aten._to_copy.default
+_TO, _SCALAR = _aten._to_copy.default, _aten._local_scalar_dense.default
 _LIKE = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
 """Operations whose result does not depend on the values of what they are given."""
 _VALUES_DECIDE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -94,6 +94,10 @@ class ProgramWatch(Watch):
                 return func(*args, **kwargs)
         if not (FakeTensor in types or any(map(_is_fake, types)) or is_ours(kwargs.get("device"))):
             return func(*args, **kwargs)
+        if func is _SCALAR:
+            if self._recorder.log is not None:
+                self._recorder.log.read_by_host(args[0])
+            return self.value(args[0])
         facts = self._known_facts.get(func)
         if facts is None:
             facts = self._known_facts[func] = _facts(func)
@@ -134,9 +138,6 @@ class ProgramWatch(Watch):
         """
         values = values_of(tensor)
         return self._assumed.value(what) if values is None else values.item()
-
-    def read(self, tensor: torch.Tensor) -> Any:
-        return self.value(tensor)
 
     def _given(self, args: Any, kwargs: Any) -> _KnownArguments | None:
         """Arguments with values; None if some are not known."""
@@ -285,7 +286,7 @@ def _facts(func: Any) -> _Facts:
         and not name.startswith(("empty", "new_empty", "rand", "_foreach", "_fused"))
     )
     like = _LIKE.get(name)
-    decide = bool(_VALUES_DECIDE & tags) and name != "_local_scalar_dense"
+    decide = bool(_VALUES_DECIDE & tags)
     kernel = parts_of(func) if func.namespace == "aten" else registered.kernel_of(func.name())
     return _Facts(writes, computable, decide, like, kernel)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import lcm
 from typing import Any
 
 import torch
@@ -38,7 +40,23 @@ class LongestBatches:
         self._steps, self.rows, self._length = steps, rows, length
         self._longest: dict[int, tuple[Any, Any, int, Any]] = {}
         self._data = LongestRows()
-        self.seen: Seen | None = None
+        self._seen: Seen | None = None
+        self._index: Any = None
+        self._group = 1
+        """How often each row is in a batch, if a batch has some again and again."""
+        self._again = False
+        """Whether a batch is asked for again."""
+
+    @property
+    def seen(self) -> Seen | None:
+        """What the batches are like."""
+        if self._seen is None or not (self._again or self._group > 1):
+            return self._seen
+        unit = lcm(self._group, self._steps.shared)
+        whole = self._seen.rows % unit == 0
+        return self._seen._replace(
+            unit=unit if whole else self._seen.rows, shared=self._steps.shared
+        )
 
     def follow(self, imports: WhenImported) -> None:
         """Make them from now on."""
@@ -57,6 +75,7 @@ class LongestBatches:
         for kind in fetchers():
             fetch = kind.fetch
             put(kind, "fetch", lambda one, index, fetch=fetch: self._batch(one, index, fetch))
+        put(torch, "randperm", _in_order)
 
     def _batch(self, fetcher: Any, index: Any, fetch: Any) -> Any:
         self._steps.batch()
@@ -72,8 +91,17 @@ class LongestBatches:
         # Where rows differ, one is shorter, so that there is padding, and what hides it.
         made = [longest] * (number - 1) + [longest if shorter is None or number == 1 else shorter]
         batch = collate([copy.deepcopy(row) for row in made])
-        self.seen = Seen(len(rows), _tokens(batch, number), looked_at, *self._data.part)
+        self._note(index)
+        self._seen = Seen(len(rows), _tokens(batch, number), looked_at, *self._data.part)
         return batch
+
+    def _note(self, index: Any) -> None:
+        """Note whether the numbers of a batch's rows are those of other rows, or of the batch before."""
+        times = {*Counter(index).values()}
+        if type(index[0]) is int and times != {1}:
+            self._group = times.pop() if len(times) == 1 else len(index)
+        self._again = self._again or index == self._index
+        self._index = index
 
     def _longest_of(self, dataset: Any, rows: list[Any]) -> tuple[Any, Any, int]:
         """The longest row, of the length that is asked for; the next shorter one, if there is any; and among
@@ -90,6 +118,11 @@ class LongestBatches:
             shorter = found[0] if len(found) > 1 else None
             self._longest[id(dataset)] = found[-1], shorter, len(looked_at), dataset
         return self._longest[id(dataset)][:3]
+
+
+def _in_order(n: int, *, generator: Any = None, **options: Any) -> torch.Tensor:
+    """Numbers that would be in a random order: it would depend on chance what is computed together."""
+    return torch.arange(n, **options)
 
 
 def _as_they_are(rows: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from torchtune_adaptive.planner.programs.private import (
     swap_tensors,
 )
 from torchtune_adaptive.planner.programs.quantized import Quantizer, quantizer_of
-from torchtune_adaptive.planner.programs.unknown import place_of_caller
 from torchtune_adaptive.planner.told import tell
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.planner.trace.step_tracer import StepTracer
@@ -48,6 +47,10 @@ class Models:
         """Whether the layers of all models are still alike, so that few may stand for them."""
         return all(map(shortening.still_repeats, self._alive))
 
+    def config(self) -> Any:
+        """The config of the first model that has one."""
+        return next(model.config for model in self._alive if hasattr(model, "config"))
+
     def follow(self, imports: WhenImported) -> None:
         """Make models from now on, those of transformers once that is imported."""
         # So that parameters stay the same objects when they become fake.
@@ -56,7 +59,6 @@ class Models:
         of_modules(self._applied)
         register_module_parameter_registration_hook(self._registered)
         imports.call("transformers.modeling_utils", self._of_transformers)
-        imports.call("transformers.generation.utils", _of_generation)
 
     def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         """A model may be made on the device. It is not complete yet, so it keeps all its layers."""
@@ -136,17 +138,6 @@ class Models:
         put(modeling.PreTrainedModel, "resize_token_embeddings", resized)
         let_make(modeling.PreTrainedModel, without_weights)
         modeling.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
-
-
-def _of_generation(generation: Any) -> None:
-    def generate(*_: Any, **__: Any) -> NoReturn:
-        raise NoPrediction(
-            f"{place_of_caller()}: generates, and how long its texts become follows from weights that are "
-            "not there. Plan GRPO and RLOO with --hf MODEL --trainer GRPOTrainer (or RLOOTrainer), or by a "
-            "file of `trl grpo`; and other programs without generation."
-        )
-
-    put(generation.GenerationMixin, "generate", generate)
 
 
 def _device_of(device_map: Any) -> Any:

@@ -81,6 +81,7 @@ class RunSteps:
 
     def step(self, rows: int, length: int) -> RecordedStep:
         seen = self.about.seen
+        rows *= seen.unit if seen else 1
         own = seen is None or rows == (self._rows or seen.rows)
         asked = self._rows if own else rows
         return self._tracer.step(

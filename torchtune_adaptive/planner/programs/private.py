@@ -5,6 +5,7 @@ Checked on torch 2.13, where it does not say otherwise.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -163,6 +164,37 @@ def of_configs(kind: Any) -> Callable[..., Any]:
 def let_make(kind: Any, of_config: Callable[..., Any]) -> None:
     """Let another function do that."""
     kind._from_config = classmethod(of_config)
+
+
+def let_decode(generation: Any, decode: Callable[..., Any]) -> None:
+    """Let a function decode in ``generate`` of transformers (5.23), once that has prepared everything: of the
+    method as it was, and its arguments."""
+    for name in ("_sample", "_beam_search"):
+        before = getattr(generation.GenerationMixin, name)
+        instead = functools.wraps(before)(functools.partial(decode, before))
+        setattr(generation.GenerationMixin, name, staticmethod(instead))  # it is given the model
+
+
+def goes_on(model: Any, options: dict[str, Any], tokens: int, length: int) -> dict[str, Any]:
+    """Options with which decoding goes on with a cache, after so many tokens more: that length in all."""
+    updated = model._update_model_kwargs_for_generation
+    found = updated({}, {**options}, model.config.is_encoder_decoder, num_new_tokens=tokens)
+    config = found["generation_config"] = copy.copy(options["generation_config"])
+    config.is_assistant, config._mask_length = True, length
+    return found
+
+
+def let_serve(
+    client: Any,
+    get: Callable[[str], Any],
+    post: Callable[[str, Any], Any],
+) -> None:
+    """Let functions answer what TRL (1.16) asks a server of vLLM's, which nobody is connected to."""
+    kind = client.VLLMClient
+    kind.check_server = lambda *_, **__: None
+    kind.get_server_info = lambda self: get("/server_info")["vllm_config"]
+    kind._get = lambda self, url, **_: get(url)
+    kind._post = lambda self, url, json=None: post(url, json or {})
 
 
 def in_buckets(parameters: Sequence[torch.Tensor], sizes: list[int]) -> list[list[int]]:

@@ -14,6 +14,9 @@ from torchtune_adaptive.planner.speed.machine import Machine
 from torchtune_adaptive.planner.speed.speed import Pace
 from torchtune_adaptive.planner.traced_run import Answer
 
+GENERATION = "generation"
+"""The part of a step in which a model generates what the step is about."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -59,6 +62,10 @@ class Seen(NamedTuple):
     """The rows that were read of a dataset with more; 0 if all were."""
     there: int = 0
     """The rows of that dataset."""
+    unit: int = 1
+    """What the rows are a multiple of: texts that are generated for one prompt, say."""
+    shared: int = 1
+    """The passes over the model that are made with the rows of one batch, each with others of them."""
 
 
 class About(NamedTuple):
@@ -72,6 +79,10 @@ class About(NamedTuple):
     """Kernels of its own that multiply matrices, of whose time only that of reading and writing is known."""
     quantized: bool = False
     """Whether weights have few bits, with which the allocator's memory is predicted less exactly."""
+    generated: int = 0
+    """The most tokens that a model generates for a text."""
+    card: str = ""
+    """The GPU, where memory follows from how much that has: vLLM takes a share of it."""
     notes: tuple[str, ...] = ()
     """What was made up for it, for people."""
 

@@ -8,7 +8,8 @@ with other rows or another number of layers, and end after the third step of the
 - ``device`` shows it a GPU, and ``autocast`` what that casts,
 - ``models`` makes models without weights, and ``quantized`` lets these have few bits,
 - ``kernels`` and ``registered`` see the kernels that it launches,
-- ``loader`` makes its batches, and ``made_up`` rows where a trainer's file is planned,
+- ``loader`` makes its batches, ``made_up`` rows where a trainer's file is planned, and ``generation`` texts
+  of its models,
 - ``known`` records what it does on the device, and computes what follows from data; ``unknown`` is about what
   does not,
 - ``steps`` cuts that into steps.
@@ -42,6 +43,7 @@ from torchtune_adaptive.planner.programs import (
     registered,
 )
 from torchtune_adaptive.planner.programs.forks import Fork, IsFork, Questions, forked
+from torchtune_adaptive.planner.programs.generation import Generation
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import ProgramWatch
 from torchtune_adaptive.planner.programs.loader import LongestBatches
@@ -51,6 +53,7 @@ from torchtune_adaptive.planner.programs.request import About, Program
 from torchtune_adaptive.planner.programs.steps import WANTED, ProgramSteps
 from torchtune_adaptive.planner.programs.surroundings import Surroundings
 from torchtune_adaptive.planner.programs.unknown import Assumed
+from torchtune_adaptive.planner.programs.vllm import Vllm
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.planner.trace.step_tracer import StepTracer
 
@@ -89,6 +92,9 @@ class ProgramRun:
         self._loader = LongestBatches(
             self._steps, program.rows, None if program.made_up else program.length
         )
+        recorder = self._tracer.recorder
+        self._generation = Generation(self._steps, recorder)
+        self._vllm = Vllm(program.gpu, self._steps, recorder, self._models.config)
         self._compiles = False
         self._forks: dict[tuple[int, int, int], Fork] = {}
         """Forks by what shortens their models."""
@@ -223,6 +229,8 @@ class ProgramRun:
         self._loader.follow(imports)
         if self.program.made_up:
             made_up.MadeUpRows(self.program.length).follow(imports)
+        self._generation.follow(imports)
+        self._vllm.follow(imports)
         registered.follow(face)
         imports.call("transformers.masking_utils", lambda it: put(it, "is_tracing", _no))
         let_backward_run_in(face)
@@ -291,6 +299,8 @@ class ProgramRun:
             self._compiles,
             kernels.uncounted(),
             self._models.quantized,
+            self._generation.tokens,
+            self._vllm.card,
             made_up.notes(),
         )
         self._leave(Ran(start_up, step, self._shortening, about, self._surroundings.read()))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torchtune_adaptive.planner.memory.recorded_step import MemoryEvent, NotRegu
 from torchtune_adaptive.planner.private import in_backward
 from torchtune_adaptive.planner.programs.device import is_on_device
 from torchtune_adaptive.planner.programs.imports import put
+from torchtune_adaptive.planner.programs.request import GENERATION
 from torchtune_adaptive.planner.told import tell
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.operation_log import OperationLog
@@ -53,6 +54,11 @@ class ProgramSteps:
         self._hook: Any = None
         self.taken = 0
         """The number of steps of the optimizer so far."""
+        self._passes = self._passes_before = 0
+        self._generating = set[int]()
+        """The steps that generate something."""
+        self.shared = 1
+        """The passes that are made with what was generated before them."""
         self._recorder.phase = self._phase
 
     def follow(self) -> None:
@@ -73,6 +79,25 @@ class ProgramSteps:
         if torch.is_grad_enabled() and self._tracer.recorder.in_use:
             self._work(Recorder.INPUTS)
 
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """A context in which a model generates."""
+        before = self._stage, self._recorder.category
+        self.shared = max(self.shared, self._passes - self._passes_before)
+        self._passes_before = self._passes
+        self._generating |= {len(self._parts)} - {0}
+        self._stage, self._recorder.category = GENERATION, Recorder.ACTIVATIONS
+        waits = self._hook is not None
+        if waits:
+            self._hook.remove()
+            self._hook = None
+        try:
+            yield
+        finally:
+            self._stage, self._recorder.category = before
+            if waits:
+                self._await_forward()
+
     @property
     def recorded(self) -> tuple[StartUp, RecordedStep]:
         """What precedes the last step, and that.
@@ -81,9 +106,14 @@ class ProgramSteps:
             NotRegular: the program does something else in each step.
         """
         try:
-            return _closed(self._parts)
+            return self._closed(self._parts)
         except NotRegular:  # perhaps because an epoch has ended in the last one
-            return _closed(self._parts[:-1])
+            return self._closed(self._parts[:-1])
+
+    def _closed(self, parts: Sequence[RecordedStep]) -> tuple[StartUp, RecordedStep]:
+        if self._generating and len(parts) - 1 not in self._generating:
+            raise NotRegular("a step generates what more than a few steps are about")
+        return _closed(parts)
 
     @property
     def begun(self) -> bool:
@@ -130,6 +160,7 @@ class ProgramSteps:
         """A backward pass is over."""
         if self._between or self._stage == _UPDATE or in_backward():  # one in another
             return
+        self._passes += 1
         if self._log is not None:
             self._log.next_part()
         self._stage, self._recorder.category = _UPDATE, Recorder.STEPPING

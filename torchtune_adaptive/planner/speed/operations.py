@@ -53,6 +53,8 @@ class Operation(NamedTuple):
     repeats: int = 0
     """Layer, from 1, whose forward pass it repeats in the backward pass; ``ELSEWHERE`` if it repeats
     something outside of layers, 0 if it repeats nothing."""
+    times: float = 1.0
+    """How many operations it stands for, which compute and move that together."""
     event: int = 0
     """Number of the event that a synchronization records, or waits for."""
 

@@ -182,7 +182,8 @@ def _wait(clock: _Clock, stream: int, until: float, kind: str) -> None:
 def _run(clock: _Clock, one: Operation, cost: _Costs) -> None:
     took = cost[one]
     if not cost.compiled:
-        clock.host += cost.speeds.launch + _host_besides(one, clock.repeating, cost.choosing)
+        launches = one.times * cost.speeds.launch
+        clock.host += launches + _host_besides(one, clock.repeating, cost.choosing)
     elif not one.joins:
         clock.host += cost.speeds.compiled_launch
     if one.name in (GATHERS, REDUCES):

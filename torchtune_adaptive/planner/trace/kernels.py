@@ -41,6 +41,13 @@ def _safe_softmax(scores: torch.Tensor, *_: Any) -> list[int]:
     return [scores.numel(), scores.numel() // scores.shape[-1]]
 
 
+def _multinomial(
+    shares: torch.Tensor, number: int, replacement: bool = False, **_: Any
+) -> list[int]:
+    """The random numbers by which shares are divided, unless several are drawn and put back."""
+    return [] if replacement and number > 1 else [shares.numel() * shares.itemsize]
+
+
 def _keeping_size(loss: Any) -> Callable[..., torch.Tensor]:
     """A loss whose kernel gives its sum, one number, in memory of the size of the loss of each element."""
     at = [argument.name for argument in schema_of(loss).arguments].index("reduction")
@@ -86,6 +93,7 @@ WORKSPACES: dict[Any, Callable[..., list[int]]] = {
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten._safe_softmax.default: _safe_softmax,
+    _aten.multinomial.default: _multinomial,
     _aten.mse_loss.default: _elementwise_loss,
     _aten.smooth_l1_loss.default: _elementwise_loss,
 }

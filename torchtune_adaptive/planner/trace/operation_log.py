@@ -257,6 +257,7 @@ class OperationLog:
             *(nbytes, nbytes),
             shape=shape,
             repeats=self._repeats(name),
+            times=self.times,
         )
         self._parts[-1].append((operation, use))
 

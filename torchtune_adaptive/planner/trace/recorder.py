@@ -56,6 +56,7 @@ class Recorder:
     INPUTS = "inputs"
     STEPPING = "temporaries of the optimizer step"
     WORKSPACES = "workspaces"
+    CACHES = "caches of keys and values"
     """Categories: what blocks are for."""
 
     def __init__(self, device: torch.device) -> None:
