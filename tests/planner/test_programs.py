@@ -264,3 +264,16 @@ def test_layers_that_are_made_different_are_all_run(tmp_path: Path) -> None:
     states = [plan.answers[0].peak.parts["optimizer state"] for plan in plans]
     each = 2 * 4 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
     assert states[0] - states[1] == 8 * each and states[1] - states[2] == 4 * each
+
+
+TWO_KINDS = f"""
+extra = model(tokens).logsumexp(-1) if number % 2 else None
+{STEP}
+del extra
+"""
+
+
+def test_steps_that_differ_are_run_to_the_same_one(tmp_path: Path) -> None:
+    """Where they do not, fewer are run with other rows."""
+    answers = [planned(written(tmp_path, step)).answers[0] for step in (STEP, TWO_KINDS)]
+    assert answers[0] == answers[1]

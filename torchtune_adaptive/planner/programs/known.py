@@ -110,8 +110,7 @@ class ProgramWatch(Watch):
             if self._recorder.log is not None:
                 self._recorder.log.read_by_host(args[0])
             return func(*given.args, **given.kwargs)  # to the host
-        with self._mode:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if given is not None and _is_small(result):
             self._note(result, given, func)
         elif facts.like is not None and _is_small(result):
@@ -206,10 +205,9 @@ class ProgramWatch(Watch):
     def _on_device(self, like: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
         """A tensor on the device, with these values if they are known."""
         layout = {"dtype": like.dtype, "device": fake_device.device()}
-        with self._mode:
-            made: torch.Tensor = super().__torch_dispatch__(
-                _aten.empty_strided.default, (), (like.shape, like.stride()), layout
-            )
+        made: torch.Tensor = super().__torch_dispatch__(
+            _aten.empty_strided.default, (), (like.shape, like.stride()), layout
+        )
         if values is not None:
             note(made, values)
         return made

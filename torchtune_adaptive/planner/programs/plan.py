@@ -11,6 +11,7 @@ from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp, peak
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.programs.request import Devices, Program, ProgramPlan, Seen
 from torchtune_adaptive.planner.programs.run import ProgramRun, Ran
+from torchtune_adaptive.planner.programs.steps import WANTED
 from torchtune_adaptive.planner.speed.speed import Pace
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.planner.trace.any_depth import AnyDepth
@@ -101,6 +102,8 @@ class StepsOfProgram:
         self._run = run
         self._period = None if whole else 1
         self._shortened: list[_Shortened] = []
+        self.wanted = WANTED
+        """The steps that runs have from now on."""
         self._runs: dict[tuple[int | None, int, int, int], Callable[[], Ran]] = {}
         self._tracer: AnyDepth[_Shortened] = AnyDepth(
             self._made, lambda tracer: tracer.first, self._period
@@ -158,7 +161,7 @@ class StepsOfProgram:
         """Begin a run, if it has not begun; gives what waits for its result."""
         key = rows, shortening.kept, shortening.period, shortening.least
         if key not in self._runs:
-            self._runs[key] = cache(self._run.start(rows, shortening))
+            self._runs[key] = cache(self._run.start(rows, shortening, self.wanted))
         found = self._runs[key]
 
         def result() -> Ran:
@@ -186,6 +189,7 @@ class _Shortened:
     def __init__(self, steps: StepsOfProgram, shortening: Shortening) -> None:
         self._steps, self.shortening = steps, shortening
         self.ran = steps.result(None, shortening)
+        steps.wanted = self.ran.enough
         self.set_up, self.first = self.ran.start_up.set_up, self.ran.start_up.first_step
 
     def step(self, rows: int | None) -> RecordedStep:

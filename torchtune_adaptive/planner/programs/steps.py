@@ -51,6 +51,7 @@ class ProgramSteps:
         self._log: OperationLog | None = None
         self._heard: AbstractContextManager[None] | None = None
         self._hook: Any = None
+        self.wanted = WANTED
         self.taken = 0
         """The number of steps of the optimizer so far."""
         self._recorder.phase = self._phase
@@ -84,6 +85,15 @@ class ProgramSteps:
             return _closed(self._parts)
         except NotRegular:  # perhaps because an epoch has ended in the last one
             return _closed(self._parts[:-1])
+
+    @property
+    def enough(self) -> int:
+        """How many steps tell the same as these."""
+        try:
+            one, other = (_closed(self._parts[:end])[1].renumbered() for end in (-1, None))
+        except NotRegular:
+            return WANTED
+        return WANTED - (one.events == other.events)
 
     @property
     def begun(self) -> bool:
@@ -124,7 +134,7 @@ class ProgramSteps:
             self._cut()
         self._between = False
         self._stage, self._recorder.category = _FORWARD, category
-        tell(f"step {len(self._parts)} of {WANTED}")
+        tell(f"step {len(self._parts)} of {self.wanted}")
 
     def _passed(self) -> None:
         """A backward pass is over."""
@@ -163,19 +173,23 @@ class ProgramSteps:
         self._parts.append(part)
         gc.disable()  # or when reference cycles are freed would depend on chance
         gc.freeze()
-        if len(self._parts) > WANTED:
+        if len(self._parts) > self.wanted:
             self._finished()
         recorder = self._recorder
+        recorder.peak = recorder.in_use
+        if len(self._parts) == 1:  # of the first step, memory is all that is asked for
+            return
         self._log = recorder.log = OperationLog(
             recorder.device.type, recorder.block_of, recorder.phase, lambda: 0
         )
         self._heard = fake_device.heard_by(self._log)
         self._heard.__enter__()
-        recorder.peak = recorder.in_use
 
 
 def _closed(parts: Sequence[RecordedStep]) -> tuple[StartUp, RecordedStep]:
     """What precedes the last part, and that as a step which leaves nothing behind."""
+    if len(parts) < 3:
+        raise NotRegular("no step follows the first one")
     set_up, first, *others, last = parts
     made = {event.block: event for part in parts for event in part.events if event.nbytes >= 0}
     labels = {block: label for part in parts for block, label in part.labels.items()}
