@@ -277,3 +277,33 @@ def test_steps_that_differ_are_run_to_the_same_one(tmp_path: Path) -> None:
     """Where they do not, fewer are run with other rows."""
     answers = [planned(written(tmp_path, step)).answers[0] for step in (STEP, TWO_KINDS)]
     assert answers[0] == answers[1]
+
+
+AHEAD = """
+def ahead():
+    for _ in range(9):
+        before = None
+        for batch in loader:
+            batch = {name: one.to(device) for name, one in batch.items()}
+            if before is not None:
+                yield before
+            before = batch
+        yield before
+
+
+"""
+
+
+def test_epochs_may_have_fewer_steps_than_are_run(tmp_path: Path) -> None:
+    """Batches are made ahead, but for the last of an epoch."""
+    text = PROGRAM.replace("enumerate(loader)", "enumerate(ahead())")
+    text = text.replace(
+        "for number, batch", AHEAD.replace("{", "{{").replace("}", "}}") + "for number, batch"
+    )
+    plans = []
+    for rows in (200, ROWS, 2 * ROWS, 3 * ROWS):
+        of_rows = text.replace("range(200)", f"range({rows})")
+        of_rows = of_rows.replace("number % {tokens} + 1", "{tokens} - number % 2")
+        plans.append(planned(written(tmp_path, text=of_rows)).answers[0].peak.allocated)
+    assert plans[0] == pytest.approx(max(plans), rel=0.001)
+    assert plans[0] == pytest.approx(min(plans), rel=0.001)
