@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.planner.programs.device import is_on_device, is_ours
+from torchtune_adaptive.planner.programs.device import is_on_device
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
+from torchtune_adaptive.planner.programs.known import is_ours
 from torchtune_adaptive.planner.programs.private import (
     let_make,
     of_configs,
