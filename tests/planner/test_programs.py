@@ -307,3 +307,29 @@ def test_epochs_may_have_fewer_steps_than_are_run(tmp_path: Path) -> None:
         plans.append(planned(written(tmp_path, text=of_rows)).answers[0].peak.allocated)
     assert plans[0] == pytest.approx(max(plans), rel=0.001)
     assert plans[0] == pytest.approx(min(plans), rel=0.001)
+
+
+ROUTES = """
+scores = model(tokens)
+chosen = scores.topk(2, dim=-1)[1]
+assert str(chosen.sum().item()) == "unknown"
+parts = [scores[(chosen == one).any(-1)] for one in chosen.unique()]
+assert len(parts) == int(sys.argv[1])
+loss = sum(part.square().mean() for part in parts)
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+"""
+
+
+def test_what_a_router_chooses_is_assumed_and_said(tmp_path: Path) -> None:
+    path = written(tmp_path, ROUTES)
+    line = 1 + path.read_text().splitlines().index("    chosen = scores.topk(2, dim=-1)[1]")
+    place = f"train.py:{line}"
+    even, worst = (
+        planned(path, number, assumed=assumed)
+        for number, assumed in (("100", {}), ("2", {place: "worst"}))
+    )
+    assert f"--assume {place}=worst" in even.choices[place] and even.choices.keys() == {place}
+    assert worst.choices == {place: "the same each time"}
+    assert not planned(written(tmp_path)).choices

@@ -245,6 +245,7 @@ def _about(program: programs.Program, plan: programs.ProgramPlan) -> list[str]:
         lines.append(
             f"speed: without the products of {names}, whose time is not known (upper bound)"
         )
+    lines += [f"assumed: {place} chooses {how}" for place, how in plan.choices.items()]
     lines += [f"assumed: {place} is {value}" for place, value in program.assumed.items()]
     return lines
 

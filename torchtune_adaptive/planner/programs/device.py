@@ -98,7 +98,7 @@ class Face(TorchFunctionMode):
         return UnknownNumber(self._assumed) if values is None else values.item()
 
     def _list(self, tensor: torch.Tensor) -> Any:
-        values = values_of(tensor)
+        values = values_of(tensor, self._assumed if tensor.dim() else None)
         if values is not None:
             return values.tolist()
         if not tensor.dim():

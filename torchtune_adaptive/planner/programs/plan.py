@@ -57,7 +57,13 @@ def _plan(
                 )
         answers = [_of_its_batch(steps, device, pace) for device, pace in given]
         return ProgramPlan(
-            answers, ranks, None, steps.micro_batches, steps.compiles, steps.uncounted
+            answers,
+            ranks,
+            None,
+            steps.micro_batches,
+            steps.compiles,
+            steps.uncounted,
+            steps.choices,
         )
     own = run.program.rows or seen.rows  # which is run in any case
     least = max(TracedRun.ROWS[0], own, -(-_TOKENS // max(1, seen.tokens - 1)) * (seen.tokens > 1))
@@ -76,7 +82,9 @@ def _plan(
         for device, pace in given
     ]
     answers = [traced.answer(one) for one in asked]
-    return ProgramPlan(answers, ranks, seen, steps.micro_batches, steps.compiles, steps.uncounted)
+    return ProgramPlan(
+        answers, ranks, seen, steps.micro_batches, steps.compiles, steps.uncounted, steps.choices
+    )
 
 
 def _of_its_batch(steps: StepsOfProgram, device: DeviceLimits, pace: Pace | None) -> Answer:
@@ -126,6 +134,10 @@ class StepsOfProgram:
     @property
     def uncounted(self) -> frozenset[str]:
         return self._tracer.any.ran.uncounted
+
+    @property
+    def choices(self) -> dict[str, str]:
+        return self._tracer.any.ran.choices
 
     @property
     def micro_batches(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchtune_adaptive.planner.memory.gpus import Gpu
@@ -63,6 +64,8 @@ class ProgramPlan(NamedTuple):
     """Whether it compiles something, which is planned as if it did not."""
     uncounted: frozenset[str] = frozenset()
     """Kernels of its own that multiply matrices, of whose time only that of reading and writing is known."""
+    choices: Mapping[str, str] = MappingProxyType({})
+    """How a router, say, chose by scores that nobody knows, by the place, where more depends on that."""
 
 
 Devices = Callable[[int], Sequence[tuple[DeviceLimits, Pace | None]]]

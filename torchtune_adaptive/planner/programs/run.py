@@ -66,6 +66,7 @@ class Ran(NamedTuple):
     """How many steps of another run tell as much."""
     compiles: bool
     uncounted: frozenset[str]
+    choices: dict[str, str]
 
 
 class _Done(BaseException):
@@ -283,7 +284,7 @@ class ProgramRun:
             self._leave(NoPrediction(f"{self.program.name}: {reason}, so its steps do not repeat."))
         assert self._shortening is not None
         how = self._loader.seen, self._steps.enough, self._compiles, kernels.uncounted()
-        self._leave(Ran(start_up, step, self._shortening, *how))
+        self._leave(Ran(start_up, step, self._shortening, *how, self._assumed.choices))
 
     def _leave(self, found: Ran | bool | Exception) -> NoReturn:
         assert self._asked is not None
