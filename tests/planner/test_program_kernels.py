@@ -86,6 +86,18 @@ def copied(X, Y, size, BLOCK: tl.constexpr):
     tl.store(Y + at, tl.load(X + at, mask=at < size), mask=at < size)
 
 
+@triton.jit
+def put(P, at, value):
+    P += at
+    tl.store(P, value)
+
+
+@triton.jit
+def shifted(X, Y, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    put(Y, tl.load(X + at), at)
+
+
 @triton.autotune(configs=[triton.Config(dict(BLOCK=512)), triton.Config(dict(BLOCK=1024))], key=["size"])
 @triton.heuristics(dict(EVEN=lambda given: given["size"] % 2 == 0))
 @triton.jit
@@ -112,6 +124,9 @@ class Launched(torch.autograd.Function):
         assert found.is_cuda and torch.tensor(1, device=found.device).item() == 1
         size = gradient.numel()
         multiplied[lambda how: (triton.cdiv(size, how["BLOCK"]),)](gradient, found, size)
+        read, changed = (torch.arange(3, device=found.device) for _ in range(2))
+        shifted[1,](read, changed, size, BLOCK=512)
+        assert read.tolist() == [0, 1, 2] and str(changed.tolist()) == "[unknown, unknown, unknown]"
         return found
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.programs import H100, PROGRAM, STEP, on_part_of_h100, planned, written
+from torchtune_adaptive.planner import gpus
 from torchtune_adaptive.planner.programs import Program, plan_program
 
 pytestmark = [pytest.mark.runs, pytest.mark.alternating]
@@ -49,7 +50,7 @@ def test_what_is_written_is_seen_beside_what_is_there(tmp_path: Path) -> None:
 OF_DEVICE = """
 from torch.amp import custom_bwd, custom_fwd
 found = torch.cuda.get_device_properties(0)
-assert found.name and found.total_memory and found.multi_processor_count and found.L2_cache_size
+assert found.name and found.total_memory and found.L2_cache_size
 assert torch.cuda.memory_summary() and torch.cuda.memory_stats()["allocated_bytes.all.peak"]
 torch.cuda.memory.reset_peak_memory_stats()
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
@@ -124,3 +125,10 @@ def test_launchers_launch_the_program_that_is_planned(tmp_path: Path, launcher: 
     program = Program((*words, os.fspath(path), "--rate", "1"), H100)
     found = plan_program(program, on_part_of_h100, timeout=120)
     assert found.answers[0].peak == planned(path, "--rate", "1").answers[0].peak
+
+
+@pytest.mark.parametrize(("gpu", "processors"), [("h100", 132), ("h100-pcie", 114), ("4090", 128)])
+def test_a_gpu_has_its_own_multiprocessors(tmp_path: Path, gpu: str, processors: int) -> None:
+    """Some kernels have memory for each."""
+    asks = "assert torch.cuda.get_device_properties(0).multi_processor_count == int(sys.argv[1])"
+    assert planned(written(tmp_path, before=asks), str(processors), gpu=gpus.gpu(gpu)).seen

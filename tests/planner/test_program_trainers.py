@@ -52,3 +52,17 @@ def test_programs_take_what_their_settings_say(part: int, beside_trl: Path, tmp_
             assert 0.95 * known < run < 1.001 * known, name
         else:
             assert run == pytest.approx(known, rel=0.001), name
+
+
+SPLIT = """
+from transformers import LlamaForCausalLM
+
+LlamaForCausalLM.from_pretrained("model", tp_plan="auto")
+"""
+
+
+def test_a_model_that_is_split_over_ranks_is_refused(beside_trl: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SPLIT)
+    command = [beside_trl, "-m", "torchtune_adaptive", "plan", "train.py", "--nproc", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode and "tp_plan: a model that from_pretrained splits" in done.stderr

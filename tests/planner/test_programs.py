@@ -264,3 +264,72 @@ def test_layers_that_are_made_different_are_all_run(tmp_path: Path) -> None:
     states = [plan.answers[0].peak.parts["optimizer state"] for plan in plans]
     each = 2 * 4 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
     assert states[0] - states[1] == 8 * each and states[1] - states[2] == 4 * each
+
+
+TWO_KINDS = f"""
+extra = model(tokens).logsumexp(-1) if number % 2 else None
+{STEP}
+del extra
+"""
+
+
+def test_steps_that_differ_are_run_to_the_same_one(tmp_path: Path) -> None:
+    """Where they do not, fewer are run with other rows."""
+    answers = [planned(written(tmp_path, step)).answers[0] for step in (STEP, TWO_KINDS)]
+    assert answers[0] == answers[1]
+
+
+AHEAD = """
+def ahead():
+    for _ in range(9):
+        before = None
+        for batch in loader:
+            batch = {name: one.to(device) for name, one in batch.items()}
+            if before is not None:
+                yield before
+            before = batch
+        yield before
+
+
+"""
+
+
+def test_epochs_may_have_fewer_steps_than_are_run(tmp_path: Path) -> None:
+    """Batches are made ahead, but for the last of an epoch."""
+    text = PROGRAM.replace("enumerate(loader)", "enumerate(ahead())")
+    text = text.replace(
+        "for number, batch", AHEAD.replace("{", "{{").replace("}", "}}") + "for number, batch"
+    )
+    plans = []
+    for rows in (200, ROWS, 2 * ROWS, 3 * ROWS):
+        of_rows = text.replace("range(200)", f"range({rows})")
+        of_rows = of_rows.replace("number % {tokens} + 1", "{tokens} - number % 2")
+        plans.append(planned(written(tmp_path, text=of_rows)).answers[0].peak.allocated)
+    assert plans[0] == pytest.approx(max(plans), rel=0.001)
+    assert plans[0] == pytest.approx(min(plans), rel=0.001)
+
+
+ROUTES = """
+scores = model(tokens)
+chosen = scores.topk(2, dim=-1)[1]
+assert str(chosen.sum().item()) == "unknown"
+parts = [scores[(chosen == one).any(-1)] for one in chosen.unique()]
+assert len(parts) == int(sys.argv[1])
+loss = sum(part.square().mean() for part in parts)
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+"""
+
+
+def test_what_a_router_chooses_is_assumed_and_said(tmp_path: Path) -> None:
+    path = written(tmp_path, ROUTES)
+    line = 1 + path.read_text().splitlines().index("    chosen = scores.topk(2, dim=-1)[1]")
+    place = f"train.py:{line}"
+    even, worst = (
+        planned(path, number, assumed=assumed)
+        for number, assumed in (("100", {}), ("2", {place: "worst"}))
+    )
+    assert f"--assume {place}=worst" in even.choices[place] and even.choices.keys() == {place}
+    assert worst.choices == {place: "the same each time"}
+    assert not planned(written(tmp_path)).choices

@@ -161,6 +161,7 @@ def _about(asked: AskedProgram, plan: programs.ProgramPlan) -> list[str]:
         lines.append(
             f"speed: without the products of {names}, whose time is not known (upper bound)"
         )
+    lines += [f"assumed: {place} chooses {how}" for place, how in found.choices]
     lines += [f"assumed: {place} is {value}" for place, value in program.assumed.items()]
     return lines
 

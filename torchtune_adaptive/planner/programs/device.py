@@ -30,11 +30,14 @@ from torchtune_adaptive.planner.programs.private import (
     let_see,
 )
 from torchtune_adaptive.planner.programs.unknown import Assumed, UnknownNumber
+from torchtune_adaptive.planner.speed.devices import SPEEDS
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.recorder import Recorder
 
 _CUDA = torch.device("cuda", 0)
 _CUDA_VERSION = "12.8"
+_THREADS = {(7, 5): 1024, **dict.fromkeys(((8, 6), (8, 9), (12, 0)), 1536)}
+"""Threads of a multiprocessor, by the capability, where these are not 2,048."""
 _Tensor = torch.Tensor
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 """Functions that make a tensor of numbers, which are on the host."""
@@ -95,7 +98,7 @@ class Face(TorchFunctionMode):
         return UnknownNumber(self._assumed) if values is None else values.item()
 
     def _list(self, tensor: torch.Tensor) -> Any:
-        values = values_of(tensor)
+        values = values_of(tensor, self._assumed if tensor.dim() else None)
         if values is not None:
             return values.tolist()
         if not tensor.dim():
@@ -158,17 +161,18 @@ def _seen(tensor: FakeTensor) -> torch.device:
 def show(gpu: Gpu, devices: int, recorder: Recorder) -> None:
     """Let ``torch.cuda`` speak of so many devices of this kind from now on, in all of this process."""
     major, minor = gpu.capability
+    speeds = SPEEDS[gpu.name]
     properties = SimpleNamespace(
         name=gpu.name,
         major=major,
         minor=minor,
         total_memory=gpu.total,
-        multi_processor_count=132,
+        multi_processor_count=speeds.processors,
         warp_size=32,
-        max_threads_per_multi_processor=2048 if minor == 0 else 1536,
+        max_threads_per_multi_processor=_THREADS.get(gpu.capability, 2048),
         regs_per_multiprocessor=65536,
         shared_memory_per_block=49152,
-        L2_cache_size=50 << 20,
+        L2_cache_size=int(speeds.cache),
         is_integrated=0,
         is_multi_gpu_board=0,
         gcnArchName="",
@@ -248,6 +252,3 @@ def _statistics(recorder: Recorder) -> dict[str, int]:
         found[f"{name}_bytes.all.current"] = recorder.in_use
         found[f"{name}_bytes.all.peak"] = recorder.peak
     return found
-
-
-__all__ = ["Face", "is_on_device", "is_ours", "ours", "show"]

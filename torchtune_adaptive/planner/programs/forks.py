@@ -5,6 +5,7 @@ Of that, one goes on with each number of rows. So what precedes training is done
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterable
@@ -66,6 +67,8 @@ class Questions:
 
     def serve(self, begin: Callable[[Any], None]) -> None:
         """Fork for each question. A fork begins with it, and returns from here."""
+        gc.collect()
+        gc.freeze()  # so that forks need not look through what was there before
         while True:
             try:
                 what = self._connection.recv()

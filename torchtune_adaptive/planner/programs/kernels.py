@@ -8,7 +8,7 @@ that it takes on a GPU.
 from __future__ import annotations
 
 from functools import cache, partial
-from inspect import isfunction
+from inspect import isfunction, signature
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.memory.gpus import Gpu
 from torchtune_adaptive.planner.programs import flash, registered
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
+from torchtune_adaptive.planner.programs.kernel_code import written
 from torchtune_adaptive.planner.programs.known import forget
 from torchtune_adaptive.planner.programs.stand_ins import StandIn
 from torchtune_adaptive.planner.trace import fake_device
@@ -45,11 +46,12 @@ def uncounted() -> tuple[str, ...]:
 _multiplying: set[str] = set()
 
 
-def _launched(function: Any, *arguments: Any) -> None:
+def _launched(function: Any, *arguments: Any, **named: Any) -> None:
     """A kernel, which a function describes, is launched with arguments."""
-    tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
-    for tensor in tensors:
-        forget(tensor)
+    given = dict(zip(signature(function).parameters, arguments, strict=False)) | named
+    tensors = [one for one in given.values() if isinstance(one, torch.Tensor)]
+    for name in written(function) & given.keys():
+        forget(given[name])
     if _multiplies(function):
         _multiplying.add(function.__name__)
     fake_device.ran(function.__name__, tensors, ())
@@ -74,7 +76,7 @@ def _operation(name: str, function: Any = None, /, **options: Any) -> Any:
 def _of_jit(jit: Any) -> None:
     def run(kernel: Any, *arguments: Any, warmup: bool = False, **options: Any) -> None:
         if not warmup:
-            _launched(kernel.fn, *arguments, *options.values())
+            _launched(kernel.fn, *arguments, **options)
 
     put(jit.JITFunction, "run", run)
 
@@ -138,7 +140,7 @@ class _TritonKernel(_Anything):
         return self
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
-        _launched(self.fn, *arguments, *options.values())
+        _launched(self.fn, *arguments, **options)
 
     def run(self, *arguments: Any, **options: Any) -> None:
         self(*arguments, **options)

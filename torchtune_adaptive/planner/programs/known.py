@@ -22,7 +22,7 @@ from torchtune_adaptive.planner.private import (
 )
 from torchtune_adaptive.planner.programs import registered
 from torchtune_adaptive.planner.programs.private import parts_of
-from torchtune_adaptive.planner.programs.unknown import Assumed
+from torchtune_adaptive.planner.programs.unknown import Assumed, place_of_caller
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
 
@@ -33,6 +33,7 @@ _TO, _SCALAR = _aten._to_copy.default, _aten._local_scalar_dense.default
 _LIKE = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
 """Operations whose result does not depend on the values of what they are given."""
 _VALUES_DECIDE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_CHOICE, _WORST = _aten.topk.default, "worst"
 _SCALER = _aten._amp_foreach_non_finite_check_and_unscale_.default
 """Notes whether a gradient has overflowed: in what is planned, none does."""
 _INDEXED = {
@@ -48,12 +49,23 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 class _KnownValues:
     """The values of a tensor, until something is written there that is not known."""
 
-    __slots__ = ("lost", "values")
+    __slots__ = ("choice", "lost", "values")
 
-    def __init__(self, values: torch.Tensor, lost: list[bool] | None = None) -> None:
-        self.values = values
+    def __init__(
+        self,
+        values: torch.Tensor,
+        lost: list[bool] | None = None,
+        choice: tuple[str, str] | None = None,
+    ) -> None:
+        self.values, self.choice = values, choice
+        """What they are, and where a choice was made that they follow from, and how."""
         self.lost = [False] if lost is None else lost
         """Whether they are known no more, for all tensors that share the memory."""
+
+    def say(self, assumed: Assumed) -> None:
+        """Note that they decide what happens, if they follow from a choice."""
+        if self.choice:
+            assumed.choices.update([self.choice])
 
 
 class _Facts(NamedTuple):
@@ -111,13 +123,15 @@ class ProgramWatch(Watch):
             return self._decided(func, args, kwargs)
         given = self._given(args, kwargs) if facts.computable else None
         if given is not None and (to := kwargs.get("device")) is not None and not is_ours(to):
+            self._say(given)
             if self._recorder.log is not None:
                 self._recorder.log.read_by_host(args[0])
             return func(*given.args, **given.kwargs)  # to the host
-        with self._mode:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if given is not None and _is_small(result):
             self._note(result, given, func)
+        elif func is _CHOICE and _is_small(result[1]):
+            self._choose(result[1], args[0])
         elif facts.like is not None and _is_small(result):
             result.known = _KnownValues(torch.full(result.shape, facts.like, dtype=result.dtype))
         else:
@@ -155,7 +169,10 @@ class ProgramWatch(Watch):
 
     def _note(self, result: Any, given: _KnownArguments, func: Any) -> None:
         """Compute and note the values of what has resulted from known arguments."""
-        values = func(*given.args, **given.kwargs)
+        try:
+            values = func(*given.args, **given.kwargs)
+        except NotImplementedError:  # but for CUDA
+            return
         several = isinstance(result, (tuple, list))
         for one, its in zip(result, values, strict=True) if several else [(result, values)]:
             if type(one) is FakeTensor and getattr(one, "known", None) is None:
@@ -165,7 +182,23 @@ class ProgramWatch(Watch):
                     for known in given.known
                     if is_same(storage, known.values.untyped_storage())
                 )
-                one.known = _KnownValues(its, next(shared, None))  # type: ignore[attr-defined]
+                choice = next((known.choice for known in given.known if known.choice), None)
+                one.known = _KnownValues(its, next(shared, None), choice)  # type: ignore[attr-defined]
+
+    def _choose(self, numbers: torch.Tensor, scores: torch.Tensor) -> None:
+        """Let what a router, say, chooses by scores that nobody knows be chosen as often as all others; or,
+        if the user says so, be the same everywhere."""
+        place, count = place_of_caller(), numbers.shape[-1:].numel()
+        worst = self._assumed.given(place) == _WORST
+        values = torch.arange(numbers.numel()) % (count if worst else scores.shape[-1])
+        other = f"--assume {place.rpartition('/')[2]}={_WORST}"
+        how = "the same each time" if worst else f"all as often ({other}: the same each time)"
+        numbers.known = _KnownValues(values.view(numbers.shape), None, (place, how))  # type: ignore
+
+    def _say(self, given: _KnownArguments) -> None:
+        """Note what is decided by choices of which nobody knows."""
+        for known in given.known:
+            known.say(self._assumed)
 
     def _with_numbers(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments of an operation with indices: a mask among them becomes the numbers of what it selects,
@@ -189,6 +222,7 @@ class ProgramWatch(Watch):
                 return self._assumed.value(f"the result of {func.overloadpacket.__name__}")
             self._assumed.value(f"the values of a tensor ({func.overloadpacket.__name__})")
             raise AssertionError
+        self._say(given)
         if self._recorder.log is not None:
             self._recorder.log.read_by_host(args[0])
         values = func(*given.args, **given.kwargs)
@@ -207,10 +241,9 @@ class ProgramWatch(Watch):
     def _on_device(self, like: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
         """A tensor on the device, with these values if they are known."""
         layout = {"dtype": like.dtype, "device": fake_device.device()}
-        with self._mode:
-            made: torch.Tensor = super().__torch_dispatch__(
-                _aten.empty_strided.default, (), (like.shape, like.stride()), layout
-            )
+        made: torch.Tensor = super().__torch_dispatch__(
+            _aten.empty_strided.default, (), (like.shape, like.stride()), layout
+        )
         if values is not None:
             note(made, values)
         return made
@@ -237,12 +270,17 @@ def note(tensor: torch.Tensor, values: torch.Tensor) -> None:
     tensor.known = _KnownValues(values)  # type: ignore[attr-defined]
 
 
-def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values of a tensor; None if they are not known."""
+def values_of(tensor: torch.Tensor, decides: Assumed | None = None) -> torch.Tensor | None:
+    """The values of a tensor; None if they are not known. Those that follow from a choice are known to what
+    decides by them, where that is noted."""
     if not isinstance(tensor, FakeTensor):
         return tensor
     known: _KnownValues | None = getattr(tensor, "known", None)
-    return None if known is None or known.lost[0] else known.values
+    if known is None or known.lost[0] or (known.choice and decides is None):
+        return None
+    if decides is not None:
+        known.say(decides)
+    return known.values
 
 
 class _NotKnown(Exception):
@@ -261,9 +299,10 @@ def _with_values(value: Any, known: list[_KnownValues]) -> Any:
     if isinstance(value, torch.Tensor):
         if not isinstance(value, FakeTensor):
             return value
-        if values_of(value) is None:
+        its: _KnownValues | None = getattr(value, "known", None)
+        if its is None or its.lost[0]:
             raise _NotKnown
-        known.append(value.known)  # type: ignore[attr-defined]
+        known.append(its)
         return known[-1].values
     if type(value) in (list, tuple):
         return type(value)(_with_values(one, known) for one in value)

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.planner.programs.device import is_on_device, is_ours
+from torchtune_adaptive.planner.programs.device import is_on_device
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
+from torchtune_adaptive.planner.programs.known import is_ours
 from torchtune_adaptive.planner.programs.private import (
     let_make,
     of_configs,
@@ -26,6 +27,7 @@ from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.planner.trace.step_tracer import StepTracer
 from torchtune_adaptive.planner.trace.weights import fill
 
+_OVER_RANKS = ("tp_plan", "tp_size", "distributed_config", "device_mesh")
 _LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
@@ -105,6 +107,12 @@ class Models:
             kind: Any, /, path: Any = None, *arguments: Any, config: Any = None, **options: Any
         ) -> Any:
             """What reads a model's weights, and here only its config."""
+            for name in _OVER_RANKS:
+                if options.pop(name, None) is not None:
+                    raise NoPrediction(
+                        f"{name}: a model that from_pretrained splits over ranks is not planned. Load it "
+                        "as a whole, and shard it by FSDP2."
+                    )
             if config is None or not hasattr(config, "to_dict"):
                 config, options = kind.config_class.from_pretrained(
                     config or path, return_unused_kwargs=True, **options

@@ -13,6 +13,7 @@ from torchtune_adaptive.planner.programs.answer import ProgramAnswers
 from torchtune_adaptive.planner.programs.kept import Kept, KeptSteps
 from torchtune_adaptive.planner.programs.request import About, Program
 from torchtune_adaptive.planner.programs.run import ProgramRun, Ran
+from torchtune_adaptive.planner.programs.steps import WANTED
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.planner.trace.any_depth import AnyDepth
 from torchtune_adaptive.planner.trace.compiled_regions import CompiledRegions
@@ -52,6 +53,8 @@ class RunSteps:
         self._rows = run.program.rows  # of the first run
         self._period = None if whole else 1
         self._shortened: list[_Shortened] = []
+        self.wanted = WANTED
+        """The steps that runs have from now on."""
         self._runs: dict[tuple[int | None, int, int, int], Callable[[], Ran]] = {}
         self._tracer: AnyDepth[_Shortened] = AnyDepth(
             self._made, lambda tracer: tracer.first, self._period
@@ -108,7 +111,7 @@ class RunSteps:
         """Begin a run, if it has not begun; gives what waits for its result."""
         key = rows, shortening.kept, shortening.period, shortening.least
         if key not in self._runs:
-            self._runs[key] = cache(self._run.start(rows, shortening))
+            self._runs[key] = cache(self._run.start(rows, shortening, self.wanted))
         found = self._runs[key]
 
         def result() -> Ran:
@@ -136,6 +139,7 @@ class _Shortened:
     def __init__(self, steps: RunSteps, shortening: Shortening, rows: int | None) -> None:
         self._steps, self.shortening = steps, shortening
         self.ran = steps.result(rows, shortening)
+        steps.wanted = self.ran.enough
         self.set_up, self.first = self.ran.start_up.set_up, self.ran.start_up.first_step
 
     def step(self, rows: int | None) -> RecordedStep:

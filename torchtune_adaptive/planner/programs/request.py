@@ -83,6 +83,8 @@ class About(NamedTuple):
     """The most tokens that a model generates for a text."""
     card: str = ""
     """The GPU, where memory follows from how much that has: vLLM takes a share of it."""
+    choices: tuple[tuple[str, str], ...] = ()
+    """How a router, say, chose by scores that nobody knows, by the place, where more depends on that."""
     notes: tuple[str, ...] = ()
     """What was made up for it, for people."""
 

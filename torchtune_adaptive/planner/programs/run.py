@@ -18,6 +18,7 @@ with other rows or another number of layers, and end after the third step of the
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import sys
@@ -64,6 +65,8 @@ class Ran(NamedTuple):
     start_up: StartUp
     step: RecordedStep
     shortening: Shortening
+    enough: int
+    """How many steps of another run tell as much."""
     about: About
     read: frozenset[str]
     """The files that it has read, or looked for."""
@@ -118,6 +121,7 @@ class ProgramRun:
         self._answer = answer
         os.dup2(2 if self.program.shows else os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
+        gc.disable()  # collections while modules are imported find nothing
         torch.set_num_threads(1)  # others would not be there in forks
         multiprocessing.set_start_method("fork", force=True)  # as programs have it by default
         try:
@@ -148,13 +152,15 @@ class ProgramRun:
             )
         return launched
 
-    def start(self, rows: int | None, shortening: Shortening) -> Callable[[], Ran]:
-        """Begin a run in a fork; what is returned waits for its result.
+    def start(
+        self, rows: int | None, shortening: Shortening, steps: int = WANTED
+    ) -> Callable[[], Ran]:
+        """Begin a run of so many steps in a fork; what is returned waits for its result.
 
         Raises:
             NoPrediction: it ended without one.
         """
-        return self._ask(shortening, rows)
+        return self._ask(shortening, (rows, steps))
 
     def alike(self) -> Callable[[], bool]:
         """Begin to find whether, when the whole models begin to train, their layers are still alike; what is
@@ -190,6 +196,8 @@ class ProgramRun:
     def _begin(self) -> Shortening:
         """The program makes its first model: answer, and go on in forks."""
         assert self._answer is not None
+        gc.freeze()  # nor do later ones, in what was imported
+        gc.enable()
         try:
             self._found = self._answer(self)
         except IsFork:
@@ -208,7 +216,7 @@ class ProgramRun:
         assert self._shortening is not None
         if what == _ALIKE:
             self._leave(self._models.alike(self._shortening))
-        self._loader.rows = what
+        self._loader.rows, self._steps.wanted = what
         self._surroundings.forked()
 
     def _run(self) -> None:
@@ -284,7 +292,7 @@ class ProgramRun:
             self._leave(
                 NoPrediction(
                     f"{self.program.name}: ended after {self._steps.taken} steps of its optimizer, "
-                    f"and {WANTED} are needed. Give it more rows, or fewer in a step."
+                    f"and {self._steps.wanted} are needed. Give it more rows, or fewer in a step."
                 )
             )
         try:
@@ -301,9 +309,11 @@ class ProgramRun:
             self._models.quantized,
             self._generation.tokens,
             self._vllm.card,
+            tuple(self._assumed.choices.items()),
             made_up.notes(),
         )
-        self._leave(Ran(start_up, step, self._shortening, about, self._surroundings.read()))
+        ran = start_up, step, self._shortening, self._steps.enough, about
+        self._leave(Ran(*ran, self._surroundings.read()))
 
     def _leave(self, found: Ran | bool | Exception) -> NoReturn:
         assert self._asked is not None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class ProgramSteps:
         self._log: OperationLog | None = None
         self._heard: AbstractContextManager[None] | None = None
         self._hook: Any = None
+        self.wanted = WANTED
         self.taken = 0
         """The number of steps of the optimizer so far."""
         self._passes = self._passes_before = 0
@@ -105,15 +106,25 @@ class ProgramSteps:
         Raises:
             NotRegular: the program does something else in each step.
         """
-        try:
-            return self._closed(self._parts)
-        except NotRegular:  # perhaps because an epoch has ended in the last one
-            return self._closed(self._parts[:-1])
+        for width in range(1, len(self._parts) - 1):
+            for end in (None, -1):  # perhaps an epoch has ended in the last one
+                with suppress(NotRegular):
+                    return self._closed(self._parts[:end], width)
+        return self._closed(self._parts, 1)
 
-    def _closed(self, parts: Sequence[RecordedStep]) -> tuple[StartUp, RecordedStep]:
+    @property
+    def enough(self) -> int:
+        """How many steps tell the same as these."""
+        try:
+            one, other = (_closed(self._parts[:end], 1)[1].renumbered() for end in (-1, None))
+        except NotRegular:
+            return WANTED
+        return WANTED - (one.events == other.events and not self._generating)
+
+    def _closed(self, parts: Sequence[RecordedStep], width: int) -> tuple[StartUp, RecordedStep]:
         if self._generating and len(parts) - 1 not in self._generating:
             raise NotRegular("a step generates what more than a few steps are about")
-        return _closed(parts)
+        return _closed(parts, width)
 
     @property
     def begun(self) -> bool:
@@ -154,7 +165,7 @@ class ProgramSteps:
             self._cut()
         self._between = False
         self._stage, self._recorder.category = _FORWARD, category
-        tell(f"step {len(self._parts)} of {WANTED}")
+        tell(f"step {len(self._parts)} of {self.wanted}")
 
     def _passed(self) -> None:
         """A backward pass is over."""
@@ -194,41 +205,54 @@ class ProgramSteps:
         self._parts.append(part)
         gc.disable()  # or when reference cycles are freed would depend on chance
         gc.freeze()
-        if len(self._parts) > WANTED:
+        if len(self._parts) > self.wanted:
             self._finished()
         recorder = self._recorder
+        recorder.peak = recorder.in_use
+        if len(self._parts) == 1:  # of the first step, memory is all that is asked for
+            return
         self._log = recorder.log = OperationLog(
             recorder.device.type, recorder.block_of, recorder.phase, lambda: 0
         )
         self._heard = fake_device.heard_by(self._log)
         self._heard.__enter__()
-        recorder.peak = recorder.in_use
 
 
-def _closed(parts: Sequence[RecordedStep]) -> tuple[StartUp, RecordedStep]:
-    """What precedes the last part, and that as a step which leaves nothing behind."""
-    set_up, first, *others, last = parts
+def _closed(parts: Sequence[RecordedStep], width: int) -> tuple[StartUp, RecordedStep]:
+    """What precedes the last parts, so many as repeat, and the one of them in which most is allocated, as a
+    step which leaves nothing behind."""
+    begin = len(parts) - width
+    if begin < 2:
+        raise NotRegular("no step follows the first one")
     made = {event.block: event for part in parts for event in part.events if event.nbytes >= 0}
     labels = {block: label for part in parts for block, label in part.labels.items()}
-    of_last = {event.block for event in last.events if event.nbytes >= 0}
-    freed = [event.block for event in last.events if event.nbytes < 0]
-    taken = [block for block in freed if block not in of_last]
-    left = [*of_last.difference(freed)]
+    new = [{event.block for event in part.events if event.nbytes >= 0} for part in parts]
+    gone = [{event.block for event in part.events if event.nbytes < 0} for part in parts]
+    taken = _all(gone[begin:]).difference(*new[begin:])
+    left = _all(new[begin:]).difference(*gone[begin:])
     if _sizes(taken, made) != _sizes(left, made):
         raise NotRegular(f"a step leaves {len(left)} blocks behind, and deletes {len(taken)}")
-    taken.sort()
-    events = [*(made[block] for block in taken), *last.events, *map(_freed, sorted(left))]
-    step = RecordedStep(events, {**last.labels, **{b: labels[b] for b in taken}}, last.operations)
-    # What a later step deletes is there no more when the last one begins.
-    gone = {event.block for part in (*others, last) for event in part.events if event.nbytes < 0}
-    before = {event.block for part in (set_up, first) for event in part.events}
-    ends = [_freed(block) for block in sorted(gone & before & made.keys())]
-    return StartUp(set_up, RecordedStep([*first.events, *ends], first.labels)), step
+    steps = []
+    for at in range(begin, len(parts)):
+        there = sorted(taken.union(*new[begin:at]).difference(*gone[begin:at]))
+        ends = sorted(new[at].union(there) - gone[at])
+        events = [*(made[block] for block in there), *parts[at].events, *map(_freed, ends)]
+        named = {**parts[at].labels, **{block: labels[block] for block in there}}
+        steps.append(RecordedStep(events, named, parts[at].operations))
+    # What a later step deletes is there no more when one begins.
+    ends = sorted(_all(gone[2:]) & _all(new[:2]))
+    set_up, first = parts[:2]
+    start_up = StartUp(set_up, RecordedStep([*first.events, *map(_freed, ends)], first.labels))
+    return start_up, max(steps, key=RecordedStep.most_in_use)
+
+
+def _all(blocks: Sequence[set[int]]) -> set[int]:
+    return set[int]().union(*blocks)
 
 
 def _freed(block: int) -> MemoryEvent:
     return MemoryEvent(block, -1, 0)
 
 
-def _sizes(blocks: Sequence[int], made: dict[int, MemoryEvent]) -> Counter[tuple[int, int]]:
+def _sizes(blocks: Iterable[int], made: dict[int, MemoryEvent]) -> Counter[tuple[int, int]]:
     return Counter((made[block].nbytes, made[block].stream) for block in blocks)

@@ -22,6 +22,8 @@ class Assumed:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
         self._otherwise: list[Any] = []
+        self.choices: dict[str, str] = {}
+        """How what decides was chosen whose scores nobody knows, by the place in the program."""
 
     def value(self, what: str) -> Any:
         """The value for the place in the program that asks now.
@@ -33,13 +35,16 @@ class Assumed:
             return self._otherwise[-1]
         frame = next(_callers(inspect.currentframe()), None)
         place = _place(frame)
-        for name in (place, place.rpartition("/")[2]):
-            if name in self._values:
-                return self._values[name]
+        if (given := self.given(place)) is not None:
+            return given
         raise NoPrediction(
             f"{place}: asks for {what}, which follows from weights that are not there"
             f"{_line(frame)}. Give it with --assume {place.rpartition('/')[2]}=VALUE."
         )
+
+    def given(self, place: str) -> Any:
+        """The value that the user gives for a place; None if there is none."""
+        return self._values.get(place, self._values.get(place.rpartition("/")[2]))
 
     @contextmanager
     def otherwise(self, value: Any) -> Iterator[None]:

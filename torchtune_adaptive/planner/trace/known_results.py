@@ -69,22 +69,26 @@ class KnownResults:
         if regular is None:
             regular = self._regular[func] = _is_regular(func)
         if not regular:
-            return func(*args, **kwargs)
+            return self._computed(func, args, kwargs)
         tensors: list[FakeTensor] = []
         facts: list[Any] = [func, torch.get_default_dtype()]
         if not self._describe((args, *kwargs.items()), facts, tensors):
-            return func(*args, **kwargs)
+            return self._computed(func, args, kwargs)
         key = tuple(facts)
         if key not in self._known:
-            result = func(*args, **kwargs)
+            result = self._computed(func, args, kwargs)
             self._known[key] = _taken_apart(result, tensors)
             return result
         known = self._known[key]
         if known is None:
-            return func(*args, **kwargs)
+            return self._computed(func, args, kwargs)
         collect, parts = known
         made = [self.make(part, tensors) for part in parts]
         return made[0] if collect is None else collect(made)
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._mode:  # which programs do not run in
+            return func(*args, **kwargs)
 
     def _describe(self, values: Any, facts: list[Any], tensors: list[FakeTensor]) -> bool:
         """Add what decides the result to ``facts``; False if these arguments are not regular."""
