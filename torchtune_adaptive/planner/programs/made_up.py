@@ -82,8 +82,8 @@ class MadeUpRows:
         def normalized(config: Any) -> Any:
             if config.processor_type:
                 raise NoPrediction(
-                    f"processor_type: {config.processor_type}, but images and sounds are not made up. Plan the "
-                    "file with its own rows, as a program: tune-adaptive plan -m axolotl.cli.train FILE."
+                    f"processor_type: {config.processor_type}, but images and sounds are not made up. Plan "
+                    "the file with its own rows: tune-adaptive plan -m axolotl.cli.train FILE."
                 )
             config.loss_watchdog_threshold = None  # nothing is planned whose loss explodes
             config.tokenizer_use_mistral_common = None  # rows are of tokens
