@@ -16,7 +16,6 @@ from tests.helpers.hugging_face import LLAMA_1B, about, written
 from tests.helpers.pages import plan_of, used
 from tests.helpers.planning import asked
 from tests.helpers.torchvision import without_torchvision
-from tests.helpers.trainer_files import FOLDER, changed
 from torchtune_adaptive.cli import transformers_page
 from torchtune_adaptive.cli.plan_options import NO_ANSWER, plan_command
 from torchtune_adaptive.common import NoPrediction
@@ -27,13 +26,7 @@ from torchtune_adaptive.planner.memory.peak import Peak
 from torchtune_adaptive.planner.step_table import OnDevice, StepTable
 
 TINY = about("Llama", 2000, 2, 4, 2, 64, 128, 4096, tie_word_embeddings=False)
-SFT = """
-model_name_or_path: {folder}
-dataset_name: ours
-per_device_train_batch_size: 48
-gradient_checkpointing: true
-max_length: 600
-"""
+SFT = ("per_device_train_batch_size=48", "gradient_checkpointing=true", "max_length=600")
 
 
 @pytest.fixture
@@ -46,9 +39,8 @@ def test_a_page_shows_what_plan_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], exhaustive: bool, shard: int
 ) -> None:
     """Of one GPU, so that few questions are asked; each of them, or one."""
-    file, page = tmp_path / "sft.yaml", tmp_path / "a page.html"
-    file.write_text(SFT.format(folder=written(tmp_path, TINY)))
-    line = [str(file), "--nodes", "1x1", "--gpu", "rtx3070-8gb", "bf16=true"]
+    page = tmp_path / "a page.html"
+    line = ["--hf", str(written(tmp_path, TINY)), "--nodes", "1x1", "--gpu", "rtx3070-8gb", *SFT]
     with without_torchvision():
         assert plan_command(asked([*line, "--html", str(page)])) == 0
         assert f"Page: {page}\n" in capsys.readouterr().err
@@ -136,28 +128,6 @@ def test_what_is_typed_for_a_choice(tmp_path: Path) -> None:
         *((512, ranks, "") for ranks in (4, 8)),
     ]
     assert facts["missing"] == ["2 GPUs: it cannot be traced"]
-
-
-def test_a_file_has_its_own_keys(tmp_path: Path, traced: dict[str, Any]) -> None:
-    folder, page = written(tmp_path, LLAMA_1B), tmp_path / "p.html"
-    file = tmp_path / "lf.yaml"
-    file.write_text(
-        f"model_name_or_path: {folder}\nstage: sft\nfinetuning_type: lora\ndo_train: true\n"
-        "cutoff_len: 512\nper_device_train_batch_size: 8\nbf16: true\nflash_attn: fa2\n"
-    )
-    assert plan_command(asked([str(file), "lora_rank=4", "--html", str(page)])) == 0
-    facts = facts_of(page)
-    assert facts["command"] == f"tune-adaptive plan {file} lora_rank=4"
-    assert "disable_gradient_checkpointing=true" in [one["overrides"] for one in facts["choices"]]
-
-
-def test_a_launch_says_how_many_gpus_there_are(tmp_path: Path, traced: dict[str, Any]) -> None:
-    traced["fails_on"] = 0
-    page, launch = tmp_path / "p.html", str(FOLDER / "accelerate" / "ddp.yaml")
-    file = changed(tmp_path, "trl_sft/full", per_device_train_batch_size=8)
-    line = [str(file), "--hf", str(written(tmp_path, LLAMA_1B)), "--accelerate", launch]
-    assert plan_command(asked([*line, "--html", str(page)])) == 0
-    assert {one["ranks"] for one in facts_of(page)["choices"]} == {2}
 
 
 @pytest.mark.parametrize("waits", [0, 1])

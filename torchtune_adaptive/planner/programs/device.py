@@ -186,6 +186,7 @@ def show(gpu: Gpu, devices: int, recorder: Recorder) -> None:
         "is_available": True,
         "is_initialized": True,
         "is_bf16_supported": major >= 8,
+        "can_device_access_peer": True,
         "device_count": devices,
         "current_device": 0,
         "get_device_name": gpu.name,

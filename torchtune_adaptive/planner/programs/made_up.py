@@ -16,6 +16,8 @@ _STEPS = 6
 """The steps for which there are rows."""
 _SHORTER = 8
 _TOKEN, _WORD = 5, "a"
+_STAGES = {"rm": "PAIRS", "kto": "KL", "ppo": "PPO"}
+"""Stages of LLaMA-Factory with rows of their own kind."""
 _PROMPT = 512
 """Tokens of a prompt where nothing says how long it may be."""
 _SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
@@ -44,6 +46,7 @@ class MadeUpRows:
 
     def follow(self, imports: WhenImported) -> None:
         """Make them up from now on."""
+        os.environ["NUMBA_DISABLE_JIT"] = "1"  # packing so few is faster than compiling how
         imports.call("datasets.load", lambda it: put(it, "load_dataset", self._loaded))
         imports.call("trl.scripts.utils", lambda it: put(it, "get_dataset", self._loaded))
         imports.call("transformers.training_args", self._of_arguments)
@@ -51,6 +54,9 @@ class MadeUpRows:
         imports.call(
             "axolotl.utils.data.shared",
             lambda it: put(it, "load_dataset_with_config", self._of_config),
+        )
+        imports.call(
+            "llamafactory.data.loader", lambda it: put(it, "get_dataset", self._of_llama_factory)
         )
         imports.call("transformers.models.auto.tokenization_auto", _of_tokenizers)
 
@@ -61,7 +67,7 @@ class MadeUpRows:
         def begun(arguments: Any) -> None:
             if self._length is not None and hasattr(arguments, "max_length"):
                 arguments.max_length = self._length
-            kind = type(arguments).__name__.removesuffix("Config")
+            kind = type(arguments).__name__.removesuffix("Config").upper()
             length = self._length or getattr(arguments, "max_length", _PROMPT)
             of_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
             self._wanted = _Wanted(kind, length, of_step)
@@ -74,18 +80,35 @@ class MadeUpRows:
         normalize = module.normalize_config
 
         def normalized(config: Any) -> Any:
+            if config.processor_type:
+                raise NoPrediction(
+                    f"processor_type: {config.processor_type}, but images and sounds are not made up. Plan "
+                    "the file with its own rows: tune-adaptive plan -m axolotl.cli.train FILE."
+                )
+            config.loss_watchdog_threshold = None  # nothing is planned whose loss explodes
+            config.tokenizer_use_mistral_common = None  # rows are of tokens
             done = normalize(config)
             of_step = config.micro_batch_size * config.gradient_accumulation_steps
-            self._wanted = _Wanted(str(config.rl or "SFT").upper(), config.sequence_len, of_step)
+            kind = config.rl or ("reward" if config.reward_model else "sft")
+            kind = str(getattr(kind, "value", kind))
+            self._wanted = _Wanted(kind.upper(), config.sequence_len, of_step)
             return done
 
         put(module, "normalize_config", normalized)
 
     def _of_config(self, config: Any, *_: Any, **options: Any) -> Any:
         """What Axolotl reads for one of its datasets, as it is after that has been prepared."""
-        if self._wanted.kind != "SFT":
+        if self._wanted.kind not in ("SFT", "REWARD"):
             config["type"] = None
         return self._loaded(split="train", **options)
+
+    def _of_llama_factory(
+        self, template: Any, model: Any, data: Any, training: Any, stage: str, **_: Any
+    ) -> dict[str, Any]:
+        """What LLaMA-Factory trains on in one of its stages, of which ``rm`` is also that of pairs."""
+        of_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        self._wanted = _Wanted(_STAGES.get(stage, "SFT"), data.cutoff_len, of_step)
+        return {"train_dataset": self._loaded(split="train")}
 
     def _loaded(self, *_: Any, split: Any = None, streaming: bool = False, **__: Any) -> Any:
         """What ``load_dataset`` gives: rows for the trainer of which is known what it is told."""
@@ -110,7 +133,7 @@ class _Wanted(NamedTuple):
     """The rows that are made up."""
 
     kind: str
-    """Of trainer, as TRL begins its name."""
+    """What TRL's trainer of such rows is called, without ``Trainer``."""
     length: int | None
     of_step: int
     """The rows of a step on each rank."""
@@ -136,11 +159,18 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
     """A row for one of TRL's trainers, which cut off what is longer than they allow."""
     tokens = [_TOKEN] * length
     text = f" {_WORD}" * (length - 1)
+    pair = {"prompt": _WORD, "chosen": text, "rejected": text}
+    row = {"input_ids": tokens, "labels": tokens, "attention_mask": [1] * length}
+    media = dict.fromkeys(("images", "videos", "audios"))
     by_trainer: dict[str, dict[str, Any]] = {
-        "SFT": {"input_ids": tokens, "labels": tokens, "attention_mask": [1] * length},
-        "Reward": {"chosen_ids": tokens, "rejected_ids": tokens},
-        "DPO": {"prompt": _WORD, "chosen": text, "rejected": text},
+        "SFT": row,
+        "REWARD": {**row, "chosen_ids": tokens, "rejected_ids": tokens},
         "KTO": {"prompt": _WORD, "completion": text, "label": first},
+        "PAIRS": {f"{one}_{name}": row[name] for one in ("chosen", "rejected") for name in row}
+        | media,
+        "KL": {**row, **{f"kl_{name}": row[name] for name in row}, "kto_tags": first, **media},
+        "PPO": row,
+        **dict.fromkeys(("DPO", "IPO", "ORPO", "SIMPO"), pair),
     }
     return by_trainer.get(kind, {"text": text, "prompt": text, "solution": _WORD})
 

@@ -252,10 +252,8 @@ def _no_reports(integrations: Any) -> None:
 
 
 def _no_hub(trainer: Any) -> None:
-    evaluate = trainer.Trainer.evaluation_loop
-    put(
-        trainer.Trainer, "evaluation_loop", torch.no_grad()(evaluate)
-    )  # also what is around its model
+    evaluate = trainer.Trainer.evaluate
+    put(trainer.Trainer, "evaluate", torch.no_grad()(evaluate))  # also what is around its model
     put(trainer.Trainer, "init_hf_repo", lambda *_, **__: None)
     put(trainer.Trainer, "push_to_hub", lambda *_, **__: None)
     put(trainer.Trainer, "_save_checkpoint", lambda *_, **__: None)
