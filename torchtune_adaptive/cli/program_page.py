@@ -55,11 +55,13 @@ def write_program_page(
     own = plan.answers[0].device
     # What is told about the machine is about one GPU.
     offered = () if devices.machine.is_told else names_to_choose(arguments.compare)
-    alike = asked.program.gpu.as_programs_see_it
+    if plan.about.card:
+        offered = ()
+    alike = asked.program.gpu.capability
     names = [
         name
         for name in offered_gpus(own.name, offered)
-        if name not in gpus.GPUS or gpus.GPUS[name].as_programs_see_it == alike
+        if name not in gpus.GPUS or gpus.GPUS[name].capability == alike
     ]
     kinds = tuple(gpus.GPUS[name] for name in names if name != own.name)
     tables = _Tables(asked, plan, replace(devices, others=kinds))

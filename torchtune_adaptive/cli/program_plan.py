@@ -31,6 +31,8 @@ from torchtune_adaptive.common import (
 from torchtune_adaptive.planner import Answer, Machine, Peak, gpus, planned_gpu, programs
 
 HEADROOM = 0.05
+VLLM = "vLLM"
+"""The part of memory that vLLM has."""
 _LONGEST = 600.0
 """Seconds that a program may take."""
 _NOT_FOR_PROGRAMS = ("fastest", "may-change")
@@ -79,11 +81,13 @@ def plan_of_program(
     asked_job = job(arguments.tokens, arguments.price, kind.name, names)
     if arguments.html:
         require_file(arguments.html)
-    alike = [one for one in others if one.as_programs_see_it == kind.as_programs_see_it]
+    alike = [one for one in others if one.capability == kind.capability]
     is_named = arguments.gpu is not None or memory is None  # or its speed is not known
     devices = programs.OnGpus(kind, machine, HEADROOM, memory, is_named)
     plan = _planned(program, replace(devices, others=tuple(alike)))
     found = dict(zip((one.name for one in alike), plan.answers[1:], strict=True))
+    if plan.about.card:
+        found = {}
     for one in others:
         if one.name not in found:  # a program may take other branches there
             apart = replace(program, gpu=one)
@@ -150,7 +154,7 @@ def _about(asked: AskedProgram, plan: programs.ProgramPlan) -> list[str]:
         lines.append(
             f"generated: texts of {longest}, the longest that are asked for; all but one end just before"
         )
-    if found.card:
+    if VLLM in plan.answers[0].peak.parts:
         lines.append(
             "vLLM: takes the share of the card that the program says, and 1 GiB as it sleeps (not measured)"
         )

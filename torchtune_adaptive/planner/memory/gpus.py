@@ -57,11 +57,6 @@ class Gpu:
         return next(named, (8, 0))
 
     @property
-    def as_programs_see_it(self) -> tuple[object, ...]:
-        """What a program may do something else by; GPUs that have the same are planned by the same runs."""
-        return (self.capability,)
-
-    @property
     def total(self) -> int:
         return int(self.gib * GIB)
 

@@ -158,16 +158,29 @@ def _seen(tensor: FakeTensor) -> torch.device:
     return device
 
 
-def show(gpu: Gpu, devices: int, recorder: Recorder) -> None:
-    """Let ``torch.cuda`` speak of so many devices of this kind from now on, in all of this process."""
+class _Properties(SimpleNamespace):
+    """What a program is told of its GPU."""
+
+    are_counted = False
+    """Whether it has asked for the number of multiprocessors, by which some kernels allocate."""
+
+    @property
+    def multi_processor_count(self) -> int:
+        self.are_counted = True
+        return int(self.processors)
+
+
+def show(gpu: Gpu, devices: int, recorder: Recorder) -> _Properties:
+    """Let ``torch.cuda`` speak of so many devices of this kind from now on, in all of this process; what it
+    tells of them."""
     major, minor = gpu.capability
     speeds = SPEEDS[gpu.name]
-    properties = SimpleNamespace(
+    properties = _Properties(
         name=gpu.name,
         major=major,
         minor=minor,
         total_memory=gpu.total,
-        multi_processor_count=speeds.processors,
+        processors=speeds.processors,
         warp_size=32,
         max_threads_per_multi_processor=_THREADS.get(gpu.capability, 2048),
         regs_per_multiprocessor=65536,
@@ -227,6 +240,7 @@ def show(gpu: Gpu, devices: int, recorder: Recorder) -> None:
     put(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
     put(torch.accelerator, "is_available", lambda: True)
     put(torch.accelerator, "device_count", lambda: devices)
+    return properties
 
 
 class _Guard(nullcontext[None]):

@@ -146,7 +146,7 @@ def _facts(program: Program) -> dict[str, Any]:
         "length": program.length,
         "ranks": program.ranks,
         "assumed": program.assumed,
-        "GPU": program.gpu.as_programs_see_it,
+        "GPU": program.gpu.capability,
         "code": package_fingerprint(),
     }
 

@@ -227,7 +227,7 @@ class ProgramRun:
         self._surroundings.follow(imports)
         commands.follow(imports)
         hub.follow(imports)
-        device.show(self.program.gpu, self.program.ranks or 1, recorder)
+        self._shown = device.show(self.program.gpu, self.program.ranks or 1, recorder)
         ranks.follow(self.program.ranks or 1, recorder)
         autocast.allow()
         kernels.follow(imports, self.program.gpu)
@@ -308,7 +308,7 @@ class ProgramRun:
             kernels.uncounted(),
             self._models.quantized,
             self._generation.tokens,
-            self._vllm.card,
+            self.program.gpu.name if self._shown.are_counted else self._vllm.card,
             tuple(self._assumed.choices.items()),
             made_up.notes(),
         )
