@@ -124,8 +124,8 @@ class TracedRun:
     """The peaks of one run, where most queries are about rows of one ``length``; ``any_length`` says whether
     others will be about other lengths. ``rows`` are the two numbers of rows that are traced, if steps follow
     from those of ``ROWS`` only in part. Where each size is traced separately, the largest is found to a
-    ``tolerance``, as a share of the memory. ``searches`` says whether the run searches before it trains; see Note
-    [First steps] in ``planner.memory.peak``."""
+    ``tolerance``, as a share of the memory. ``searches`` says whether the run searches before it trains; see
+    Note [First steps] in ``planner.memory.peak``."""
 
     ROWS: ClassVar = (2, 3)
     """Rows of the steps that are traced. Not 1: with one row torch takes different code paths."""

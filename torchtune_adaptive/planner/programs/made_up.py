@@ -112,21 +112,27 @@ class MadeUpRows:
 
     def _loaded(self, *_: Any, split: Any = None, streaming: bool = False, **__: Any) -> Any:
         """What ``load_dataset`` gives: rows for the trainer of which is known what it is told."""
-        from datasets import Dataset
-
         kind, length, of_step = self._wanted
         if length is None:
             raise NoPrediction(
                 "max_length: null, so nothing says how long rows may be. Give it with --max-length."
             )
-        rows = [_row(kind, length), _row(kind, max(2, length - _SHORTER), first=False)]
-        made = Dataset.from_list(rows).select(_order(of_step))
+        made = rows(kind, length, of_step)
         note(
             f"rows: made up, {length:,} tokens each, one of a batch is shorter; the file's data are not read"
         )
         if streaming:
             made = made.to_iterable_dataset()
         return made if split is not None else _AnySplit(made)
+
+
+def rows(kind: str, length: int, of_step: int, padded: bool = True) -> Any:
+    """A dataset of rows for one of TRL's trainers; ``of_step`` is the rows of a step on each rank."""
+    from datasets import Dataset
+
+    shorter = max(2, length - _SHORTER) if padded else length
+    made = Dataset.from_list([_row(kind, length), _row(kind, shorter, first=False)])
+    return made.select(_order(of_step))
 
 
 class _Wanted(NamedTuple):
@@ -183,12 +189,13 @@ def _of_tokenizers(auto: Any) -> None:
             return read(path, *arguments, **options)
         except Exception:  # whatever the library raises where files are missing
             note(f"tokenizer: none is at {path}, so a simple one stands in")
-            return _simple_tokenizer()
+            return simple_tokenizer()
 
     auto.AutoTokenizer.from_pretrained = staticmethod(tokenizer)
 
 
-def _simple_tokenizer() -> Any:
+def simple_tokenizer() -> Any:
+    """A tokenizer with a token for each word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -82,8 +82,8 @@ class About(NamedTuple):
     generated: int = 0
     """The most tokens that a model generates for a text."""
     card: str = ""
-    """The GPU, where memory follows from more of it than its capability: vLLM takes a share of its memory, and
-    some kernels allocate by its multiprocessors."""
+    """The GPU, where memory follows from more of it than its capability: vLLM takes a share of its memory,
+    and some kernels allocate by its multiprocessors."""
     choices: tuple[tuple[str, str], ...] = ()
     """How a router, say, chose by scores that nobody knows, by the place, where more depends on that."""
     notes: tuple[str, ...] = ()

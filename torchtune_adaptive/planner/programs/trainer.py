@@ -1,7 +1,7 @@
 """A program that trains with a trainer of transformers or TRL, as settings say: ``trainer.py SETTINGS``.
 
 It is planned as any program is, so that a trainer can be planned without a script. Its rows are made up, each
-as long as it may be, of a language that has one word.
+as long as it may be.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from torchtune_adaptive.planner.programs.request import CHECKPOINTED
 
 _LOADING = ("dtype", "attn_implementation", "experts_implementation", "output_router_logits")
 """Settings of a model as it is loaded."""
-_PAIRS = 32
-_LENGTH = 1024
-"""The tokens of a row where a trainer has no ``max_length``."""
-_WORD, _WORDS = 3, ["<pad>", "<eos>", "<unk>", "word"]
+_PROMPT = 512
+"""Tokens of a prompt that texts are generated for, if not told."""
 
 
 def main(text: str) -> None:
@@ -43,11 +41,15 @@ def main(text: str) -> None:
         if one_row:
             arguments["max_length"] = None  # nothing cuts off the end of a row that is not padded
     trained = config(**arguments)
-    length = settings.get("max_length") or getattr(trained, "max_length", None) or _LENGTH
+    length = settings["max_length"]
+    if "reward_funcs" in inspect.signature(kind).parameters:
+        length = settings.get("max_prompt_length", _PROMPT)
     _note(length, settings, trained)
-    rows = _rows(name, length, settings, trained)
+    of_step = trained.per_device_train_batch_size * trained.gradient_accumulation_steps
+    kind_of_rows = name.removesuffix("Trainer").upper() if is_of_trl else "SFT"
+    rows = made_up.rows(kind_of_rows, length, of_step, settings.get("padded", False))
     if is_of_trl:
-        more: dict[str, Any] = {"processing_class": _tokenizer()}
+        more: dict[str, Any] = {"processing_class": made_up.simple_tokenizer()}
         if adapters is not None:
             more["peft_config"] = _lora(adapters)
         if "reward_funcs" in inspect.signature(kind).parameters:
@@ -156,52 +158,6 @@ def _model(
     elif trained.gradient_checkpointing:
         model.enable_input_require_grads()
     return get_peft_model(model, _lora(adapters))
-
-
-def _tokenizer() -> Any:
-    """A tokenizer with a token for each word."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: number for number, word in enumerate(_WORDS)}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
-    return tokenizer
-
-
-def _rows(name: str, length: int, settings: dict[str, Any], trained: Any) -> Any:
-    """Rows of so many tokens; every second one is shorter if there is to be padding."""
-    from datasets import Dataset
-
-    lengths = (length, length - 1) if settings.get("padded") else (length, length)
-    made = [_row(name, each, settings, trained) for each in lengths]
-    if "label" in made[1]:
-        made[1]["label"] = False
-    in_a_step = trained.per_device_train_batch_size * trained.gradient_accumulation_steps
-    return Dataset.from_list(made * max(_PAIRS, 4 * in_a_step))
-
-
-def _row(name: str, length: int, settings: dict[str, Any], trained: Any) -> dict[str, Any]:
-    tokens, said = [_WORD] * length, _said(length)
-    if name in ("Trainer", "Seq2SeqTrainer"):
-        return {"input_ids": tokens, "attention_mask": [1] * length, "labels": tokens}
-    if name == "SFTTrainer":
-        return {"input_ids": tokens}
-    if name == "RewardTrainer":
-        return {"chosen": said, "rejected": said}
-    if name == "KTOTrainer":
-        return {"prompt": "word", "completion": f" {said}", "label": True}
-    if hasattr(trained, "max_completion_length") or hasattr(trained, "max_new_tokens"):
-        return {"prompt": _said(settings.get("max_prompt_length", 512))}
-    return {"prompt": "word", "chosen": f" {said}", "rejected": f" {said}"}
-
-
-def _said(length: int) -> str:
-    return " ".join(["word"] * length)
 
 
 def _reward(completions: Any, **_: Any) -> list[float]:
