@@ -329,8 +329,9 @@ def test_models_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.runs
 def test_a_model_names_no_code_of_the_hub(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from torchtune_adaptive.library import TransformersStep
     from torchtune_adaptive.library.transformers_model import StepModel
+
+    from torchtune_adaptive.library import TransformersStep
 
     tiny = {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 8, "intermediate_size": 8}
     tiny |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

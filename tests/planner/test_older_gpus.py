@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,11 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from tests.helpers.hugging_face import about
 from tests.helpers.planning import asked
 from tests.helpers.recipes import tiny_config
 from tests.helpers.torchvision import without_torchvision
-from torchtune_adaptive import TransformersStep, UsageError
 from torchtune_adaptive.cli import page_choices
 from torchtune_adaptive.cli.plan_options import plan_command
 from torchtune_adaptive.planner import call_alone, gpu_limits, gpus
@@ -119,38 +116,6 @@ def test_which_gpus_are_older(name: str, older: bool) -> None:
     kind = gpus.gpu(gpus.known(name) or gpus.DEFAULT)
     measured, _ = gpu_limits(name, kind, 1, 1 << 34, 0.05, "as measured")
     assert measured.before_ampere == older
-
-
-def step(folder: Path, kv_heads: int, **settings: Any) -> TransformersStep:
-    shape = about("Llama", 1000, 2, 8, kv_heads, 512, 1024, 4096, tie_word_embeddings=False)
-    (folder / "config.json").write_text(json.dumps(shape))
-    float16 = {"bf16": False, "fp16": True, "dtype": "float32"}
-    how = {"lora": True, "max_length": 1024, "per_device_train_batch_size": 4, **float16}
-    return TransformersStep(folder=str(folder), **(how | settings))
-
-
-@pytest.mark.alternating
-@pytest.mark.rotating
-@pytest.mark.parametrize("padded", [False, True])
-def test_trainers_take_more_where_scores_are_written(padded: bool, tmp_path: Path) -> None:
-    one = step(tmp_path, 2, padded=padded)
-    cache = str(tmp_path / "cache")
-    with without_torchvision():
-        new, old = (one.plan(gpu, cache=cache) for gpu in ("a100-40gb", "t4-16gb"))
-    written = 4 * 8 * 1024 * 1024 * 4  # of one layer: others are computed again
-    if padded:
-        assert abs(old.peak - new.peak) < written / 4
-    else:
-        assert 2 * written < old.peak - new.peak < 4 * written
-    assert any("older than Ampere" in line for line in old.assumptions)
-    assert not any("Ampere" in line for line in new.assumptions)
-    assert one.remembered("v100-32gb", cache=cache) is not None
-
-
-@pytest.mark.parametrize("how", ["packing", "padding_free"])
-def test_rows_that_need_flash_attention_are_refused(how: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=rf"{how}: FlashAttention.* t4-16gb is older. Set {how}="):
-        step(tmp_path, 2, **{how: True}).plan("t4-16gb")
 
 
 def request(gpu: str, **changes: Any) -> PlanRequest:

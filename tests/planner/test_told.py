@@ -97,11 +97,12 @@ def test_a_line_on_a_terminal_does_not_wrap(
     monkeypatch.setattr(plan_progress.sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "50")
     future: Future[None] = Future()
-    with TraceProgress(1, lambda one: "forward pass, layer 3 of 5" * (one is future)) as progress:
+    with TraceProgress(2, lambda one: "forward pass, layer 3 of 5" * (one is future)) as progress:
         progress.follow(future, "the first answer")
-        progress.estimate("about 3 GiB")
-    line = capsys.readouterr().err.split("\033[K")[-1].partition("\r")[0]
-    assert line == "tracing 1 of 1 for the first answer: forward ..."
+        progress.follow(done := Future[None]())
+        done.set_result(None)
+    line = capsys.readouterr().err.split("\033[K")[-2].partition("\r")[0]
+    assert line == "tracing 2 of 2 for the first answer: forward ..."
 
 
 class Heard(list[str]):

@@ -8,12 +8,10 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import (
-    FIRST_COMPLETED,
     BrokenExecutor,
     Executor,
     Future,
     ProcessPoolExecutor,
-    wait,
 )
 from contextlib import ExitStack
 from dataclasses import replace
@@ -44,8 +42,6 @@ class Answers:
         self._traced: dict[Future[Any], Future[Any]] = {}
         """What is traced for an answer."""
         self._ends = False
-        self._begun = Future[None]()
-        """Done once something is traced."""
 
     def __enter__(self) -> Answers:
         # What was traced before the self-check had passed is not to be relied on.
@@ -99,11 +95,6 @@ class Answers:
         """What is being done for an answer; empty if nothing is traced for it, or not yet."""
         return told_of(self._traced.get(answer, answer))
 
-    def must_trace(self, answer: Future[Any]) -> bool:
-        """Whether an answer, the first that was asked for, takes a trace; it waits until that is known."""
-        wait((answer, self._begun), return_when=FIRST_COMPLETED)
-        return not answer.done()
-
     def checked(self) -> None:
         """Wait for the self-check, if something is traced.
 
@@ -124,7 +115,6 @@ class Answers:
             if self._trace is None:
                 self._trace = self._undo.enter_context(processes(_PRELOAD))
                 self._checked = self._trace(_behind_others, _check_method, self._cache)
-                self._begun.set_result(None)
             return self._trace
 
 

@@ -23,14 +23,6 @@ def peak_of(device: DeviceLimits, reserved: int) -> str:
     return f"{human_bytes(reserved)} ({_error(device)}) of {human_bytes(device.usable_bytes)}"
 
 
-def estimate_line(device: DeviceLimits, reserved: int, error: float, where: str) -> str:
-    """The line about an estimated peak ``where`` it is, that is shown until the first answer is there."""
-    return (
-        f"Estimate by arithmetic (+-{100 * error:.0f}%): about {human_bytes(reserved)} of "
-        f"{human_bytes(device.usable_bytes)} per GPU at {where}; tracing follows"
-    )
-
-
 def cautions(device: DeviceLimits, peaks: Iterable[tuple[str, Peak]], where: str) -> list[str]:
     """The lines about those of the peaks that only a trial can tell about, each with its name, after
     ``where``."""

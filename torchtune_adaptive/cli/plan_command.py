@@ -19,7 +19,6 @@ from torchtune_adaptive.cli.answers import Answers
 from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.hub import instead_of_config
 from torchtune_adaptive.cli.job import Job, job
-from torchtune_adaptive.cli.margin import estimate_line
 from torchtune_adaptive.cli.page_questions import PageTables, tables_for
 from torchtune_adaptive.cli.plan_page import write_page
 from torchtune_adaptive.cli.plan_progress import Interrupted, TraceProgress
@@ -38,7 +37,6 @@ from torchtune_adaptive.planner import (
     DeviceLimits,
     Machine,
     Pace,
-    estimate,
     gpus,
 )
 from torchtune_adaptive.recipe import (
@@ -48,7 +46,6 @@ from torchtune_adaptive.recipe import (
     Query,
     compare,
     confirm,
-    estimated,
     is_config_name,
     is_recipe,
     largest_adapter_rank,
@@ -179,9 +176,6 @@ def _predict(
         query = plan.query(confirmed=rollouts)
         configured = answers.ask(predict, replace(query, beside=True), urgent=True)
         progress.follow(configured, "the first answer")
-        if answers.must_trace(configured) and (about := estimated(plan)):
-            where = f"batch_size {about.rows}"
-            progress.estimate(estimate_line(plan.device, about.reserved, estimate.ERROR, where))
         ranked = _ask_for_candidates(plan, arguments.may_change, ask) if fastest else None
         others = [ask(predict, one.query) for one in alternatives]
         progress.wait(configured)

@@ -1,8 +1,8 @@
-"""The progress of a plan, and an estimate before an answer. The progress says what is being traced:
+"""The progress of a plan, which says what is being traced:
 
     tracing 3 of 17 for alternatives: backward pass, layer 3 of 5, 2 rows, model 2 of 2 for 32 layers, 40 s
 
-Both are on stderr: rewritten in place on a terminal, else plain lines.
+It is on stderr: rewritten in place on a terminal, else plain lines.
 """
 
 from __future__ import annotations
@@ -32,13 +32,10 @@ class Interrupted(Exception):
         super().__init__(f"Interrupted. Not finished: {', '.join(left)}.")
 
 
-def with_progress(work: Callable[[], T], estimate: str = "") -> T:
-    """Call a function that takes seconds, and keep saying that tracing goes on, after an estimate if there is
-    one."""
+def with_progress(work: Callable[[], T]) -> T:
+    """Call a function that takes seconds, and keep saying that tracing goes on."""
     done: Future[None] = Future()
     with TraceProgress(1, lambda _: told_of()) as progress:
-        if estimate:
-            progress.estimate(estimate)
         progress.follow(done)
         threading.Thread(target=progress.wait, daemon=True).start()
         try:
@@ -60,8 +57,6 @@ class TraceProgress:
         self._followed: dict[Future[Any], str] = {}
         self._verdict: str | None = None
         self._left: list[str] = ["anything else"]
-        self._lines_above = 0
-        """Lines of the terminal that an estimate takes, above that of the progress."""
 
     def follow(self, future: Future[Any], work: str = "") -> None:
         """Count a future once it is done, and say what it works on if it never is."""
@@ -83,15 +78,6 @@ class TraceProgress:
     def expect_more(self, number: int) -> None:
         with self._lock:
             self._expected += number
-
-    def estimate(self, text: str) -> None:
-        """Show a line that is on the screen until the first answer takes its place."""
-        with self._lock:
-            self._clear()
-            print(text, file=sys.stderr, flush=True)
-            if self._in_place:
-                self._lines_above = -(-len(text) // shutil.get_terminal_size().columns)
-            self._show()
 
     def print(self, text: str, verdict: str | None = None) -> None:
         """Print an answer to stdout, between two states of the line. If it has a ``verdict``, an interruption
@@ -139,6 +125,4 @@ class TraceProgress:
 
     def _clear(self) -> None:
         if self._in_place:
-            up = f"\033[{self._lines_above}A" * bool(self._lines_above)
-            print(f"\r{up}\033[J", end="", file=sys.stderr, flush=True)
-            self._lines_above = 0
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -12,7 +12,17 @@ from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.planner import programs
 
 _WITH_VALUE = (
-    *("--gpu", "--nproc", "--nodes", "--memory", "--rows", "--max-length", "--assume", "--compare"),
+    *(
+        "--gpu",
+        "--nproc",
+        "--nodes",
+        "--memory",
+        "--rows",
+        "--max-length",
+        "--seq-len",
+        "--assume",
+        "--compare",
+    ),
     *("--tokens", "--price", "--power", "--links", "--network", "--html"),
 )
 _ALONE = ("--json", "--markdown", "--no-what-ifs", "--show-output")

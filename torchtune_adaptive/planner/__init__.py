@@ -12,7 +12,7 @@ from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
     from torchtune_adaptive.planner import programs, step_table, steps_by_choice
-    from torchtune_adaptive.planner.memory import estimate, gpus
+    from torchtune_adaptive.planner.memory import gpus
     from torchtune_adaptive.planner.memory.peak import (
         DOES_NOT_FIT,
         DeviceLimits,

@@ -13,7 +13,6 @@ from torchtune_adaptive.common.lazy import interface
 if TYPE_CHECKING:
     from torchtune_adaptive.recipe import launch
     from torchtune_adaptive.recipe.adaptive_recipe import AdaptiveRecipe
-    from torchtune_adaptive.recipe.plan.estimate import estimated
     from torchtune_adaptive.recipe.plan.limits import (
         TOKENS,
         LengthLimits,
