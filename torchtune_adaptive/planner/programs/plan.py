@@ -73,7 +73,7 @@ def _plan(
             _ANY_LENGTH,
             micro_batches=steps.micro_batches,
             pace=pace,
-            ceiling=_CEILING,
+            ceiling=_CEILING // unit,
             confirmed=True,
             tokens=seen.tokens * unit,
         )

@@ -117,7 +117,9 @@ class _Sampling(SimpleNamespace):
     def named(self, tokens: Sequence[int]) -> Mapping[str, Any] | None:
         """The same as a server says it."""
         shares = self.shares(tokens)
-        return shares and {
+        if shares is None:
+            return None
+        return {
             "tokens": [f"token_id:{one}" for one in tokens],
             "token_logprobs": [-1.0] * len(tokens),
             "top_logprobs": [{f"token_id:{one}": -1.0 for one in each} for each in shares],
