@@ -67,7 +67,8 @@ def run(
 
 
 def plan(python: Path, folder: Path, *words: str, **variables: str) -> dict[str, Any]:
-    options = ("-m", "torchtune_adaptive", "plan", "--gpu", "h100", "--json")
+    device = () if "--memory" in words else ("--gpu", "h100")
+    options = ("-m", "torchtune_adaptive", "plan", *device, "--json")
     done = run(python, folder, *options, *words, **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(done.stdout)  # type: ignore[no-any-return]
@@ -119,7 +120,7 @@ def test_vllm_stands_beside_a_trainer(folder: Path, beside_trl: Path) -> None:
         found: dict[str, Any] = plan(beside_trl, folder, *words)["peak"]
         return found
 
-    share = int(gpus.gpu("h100").total * 0.02)
+    share = int(gpus.gpu(gpus.DEFAULT).total * 0.02)
     there, asleep, elsewhere = map(
         peak, ("vllm_mode='colocate'", "vllm_enable_sleep_mode=True", "vllm_mode='server'")
     )
