@@ -67,7 +67,8 @@ def run(
 
 
 def plan(python: Path, folder: Path, *words: str, **variables: str) -> dict[str, Any]:
-    options = ("-m", "torchtune_adaptive", "plan", "--gpu", "h100", "--json")
+    device = () if "--memory" in words else ("--gpu", "h100")
+    options = ("-m", "torchtune_adaptive", "plan", *device, "--json")
     done = run(python, folder, *options, *words, **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(done.stdout)  # type: ignore[no-any-return]
@@ -104,20 +105,22 @@ def test_trainers(words: str, folder: Path, beside_trl: Path) -> None:
     assert found["rows"] == 2 and found["peak"]["parts"]["optimizer state"]
 
 
-@pytest.mark.parametrize(("words", "tokens"), GENERATING.items())
-def test_trainers_that_generate(words: str, tokens: int, folder: Path, beside_trl: Path) -> None:
-    found = plan(beside_trl, folder, "program_trl.py", "model", *words.split())
+@pytest.mark.parametrize(("name", "tokens"), GENERATING.items())
+def test_trainers_that_generate(name: str, tokens: int, folder: Path, beside_trl: Path) -> None:
+    words = ("program_trl.py", "model", *name.split(), "--memory", "1GiB")
+    found = plan(beside_trl, folder, *words)
     assert found["generated_tokens"] == tokens
     assert found["peak"]["by_phase"]["generation"] and found["peak"]["by_phase"]["backward"]
 
 
 def test_vllm_stands_beside_a_trainer(folder: Path, beside_trl: Path) -> None:
     def peak(*words: str) -> dict[str, Any]:
-        words = ("program_trl.py", "model", "GRPO", "use_vllm=True", *words)
-        found: dict[str, Any] = plan(beside_trl, folder, *words, "--gpu", "h100-80gb")["peak"]
+        how = ("use_vllm=True", "max_completion_length=80", "vllm_gpu_memory_utilization=0.02")
+        words = ("program_trl.py", "model", "GRPO", *how, *words, "--memory", "3GiB")
+        found: dict[str, Any] = plan(beside_trl, folder, *words)["peak"]
         return found
 
-    share = int(gpus.gpu("h100-80gb").total * 0.3)
+    share = int(gpus.gpu(gpus.DEFAULT).total * 0.02)
     there, asleep, elsewhere = map(
         peak, ("vllm_mode='colocate'", "vllm_enable_sleep_mode=True", "vllm_mode='server'")
     )
