@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.utils.data._utils import fetch
 
 from torchtune_adaptive.planner.private import FakeTensor
@@ -163,9 +162,3 @@ def of_configs(kind: Any) -> Callable[..., Any]:
 def let_make(kind: Any, of_config: Callable[..., Any]) -> None:
     """Let another function do that."""
     kind._from_config = classmethod(of_config)
-
-
-def in_buckets(parameters: Sequence[torch.Tensor], sizes: list[int]) -> list[list[int]]:
-    """The places of the parameters in each bucket of ``DistributedDataParallel``."""
-    sparse = [False] * len(parameters)
-    return dist._compute_bucket_assignment_by_size(list(parameters), sizes, sparse)[0]
