@@ -7,6 +7,7 @@ every token of which has a label, and one that is shorter, so that there is padd
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any, NamedTuple
 
 from torchtune_adaptive.common import NoPrediction
@@ -60,7 +61,7 @@ class MadeUpRows:
         )
         for module, kind in (("tokenization", "AutoTokenizer"), ("processing", "AutoProcessor")):
             name = f"transformers.models.auto.{module}_auto"
-            imports.call(name, lambda it, kind=kind: _stand_in(getattr(it, kind)))
+            imports.call(name, partial(_stand_in, kind))
 
     def _of_arguments(self, module: Any) -> None:
         """What TRL's scripts are told, before they read rows."""
@@ -177,8 +178,9 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
     return by_trainer.get(kind, {"text": text, "prompt": text, "solution": _WORD})
 
 
-def _stand_in(auto: Any) -> None:
+def _stand_in(kind: str, module: Any) -> None:
     """Let a simple tokenizer stand in for one, or for a processor, that cannot be read."""
+    auto = getattr(module, kind)
     read = auto.from_pretrained
 
     def found(path: Any, *arguments: Any, **options: Any) -> Any:
