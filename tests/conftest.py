@@ -26,6 +26,7 @@ import pytest
 from tests.helpers.beside import (
     AXOLOTL,
     LIGER,
+    LLAMA_FACTORY,
     TORCHTITAN,
     TRITON,
     WITHOUT_DEPENDENCIES,
@@ -171,6 +172,16 @@ def beside_axolotl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_environment(
         folder, AXOLOTL, without_dependencies=WITHOUT_DEPENDENCIES, pinned=False
     )
+
+
+@pytest.fixture(scope="session")
+def beside_llama_factory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the library alone, and LLaMA-Factory; sound cannot be read there."""
+    folder = tmp_path_factory.mktemp("beside_llama_factory")
+    alone = ("llamafactory==0.9.5",)
+    python = make_environment(folder, LLAMA_FACTORY, without_dependencies=alone, pinned=False)
+    (next(folder.glob("lib/*/site-packages")) / "torchaudio.py").touch()
+    return python
 
 
 @pytest.fixture(scope="session")

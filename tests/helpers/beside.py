@@ -53,6 +53,18 @@ WITHOUT_DEPENDENCIES = (
     *("bitsandbytes==0.50.2", "kernels", "fastcore", "platformdirs", "triton==3.7.1"),
 )
 """Axolotl, and what it imports and does not use there."""
+LLAMA_FACTORY = (
+    *(
+        "transformers==5.6.0",
+        "accelerate==1.11.0",
+        "trl==0.24.0",
+        "peft==0.18.1",
+        "datasets==4.0.0",
+    ),
+    *("av", "bitsandbytes==0.50.2", "einops", "fire", "hf-transfer", "matplotlib", "omegaconf"),
+    *("pandas", "pydantic", "scipy", "sentencepiece", "tiktoken", "tyro<0.9"),
+)
+"""What LLaMA-Factory needs to train, but for torchaudio, of which none is for the torch here."""
 LIGER = ("liger-kernel==0.8.5", "triton==3.7.1")
 """Liger, whose kernels are not launched."""
 TRITON = (".", "triton==3.7.1")

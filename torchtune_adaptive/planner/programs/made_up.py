@@ -7,6 +7,7 @@ every token of which has a label, and one that is shorter, so that there is padd
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any, NamedTuple
 
 from torchtune_adaptive.common import NoPrediction
@@ -58,7 +59,9 @@ class MadeUpRows:
         imports.call(
             "llamafactory.data.loader", lambda it: put(it, "get_dataset", self._of_llama_factory)
         )
-        imports.call("transformers.models.auto.tokenization_auto", _of_tokenizers)
+        for module, kind in (("tokenization", "AutoTokenizer"), ("processing", "AutoProcessor")):
+            name = f"transformers.models.auto.{module}_auto"
+            imports.call(name, partial(_stand_in, kind))
 
     def _of_arguments(self, module: Any) -> None:
         """What TRL's scripts are told, before they read rows."""
@@ -181,17 +184,19 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
     return by_trainer.get(kind, {"text": text, "prompt": text, "solution": _WORD})
 
 
-def _of_tokenizers(auto: Any) -> None:
-    read = auto.AutoTokenizer.from_pretrained
+def _stand_in(kind: str, module: Any) -> None:
+    """Let a simple tokenizer stand in for one, or for a processor, that cannot be read."""
+    auto = getattr(module, kind)
+    read = auto.from_pretrained
 
-    def tokenizer(path: Any, *arguments: Any, **options: Any) -> Any:
+    def found(path: Any, *arguments: Any, **options: Any) -> Any:
         try:
             return read(path, *arguments, **options)
         except Exception:  # whatever the library raises where files are missing
             note(f"tokenizer: none is at {path}, so a simple one stands in")
             return simple_tokenizer()
 
-    auto.AutoTokenizer.from_pretrained = staticmethod(tokenizer)
+    auto.from_pretrained = found
 
 
 def simple_tokenizer() -> Any:
