@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,7 @@ from torchtune_adaptive.common import (
     durable,
     make_own_folder,
 )
+from torchtune_adaptive.planner.programs import hub as programs_hub
 from torchtune_adaptive.recipe import load_config
 from torchtune_adaptive.recipe.checkpoints.all_or_none import read_file
 from torchtune_adaptive.recipe.checkpoints.config_changes import resumed, training_config
@@ -326,20 +328,16 @@ def test_models_as_they_are(tmp_path: Path) -> None:
     require_config(written(tmp_path, {**LLAMA_1B, **others, "time_step_limit": [0, float("inf")]}))
 
 
-@pytest.mark.runs
-def test_a_model_names_no_code_of_the_hub(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from torchtune_adaptive.library.transformers_model import StepModel
-
-    from torchtune_adaptive.library import TransformersStep
-
-    tiny = {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 8, "intermediate_size": 8}
-    tiny |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    for asked, used in (("org/kernel", "sdpa"), ("eager", "eager")):
-        names = {"attn_implementation": asked, "experts_implementation": asked}
-        written(tmp_path, {**LLAMA_1B, **tiny, **names, "rope_scaling": None})
-        model = StepModel(TransformersStep(folder=str(tmp_path))).from_config()
-        assert model.config._attn_implementation == used
+def test_a_plan_runs_no_code_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's config may name kernels of the Hub, which transformers would load."""
+    kernels = types.ModuleType("kernels")
+    kernels.get_kernel = lambda *_: "code"  # type: ignore[attr-defined]
+    monkeypatch.setattr(programs_hub, "put", monkeypatch.setattr)
+    programs_hub.refuse_kernels(kernels)
+    with pytest.raises(
+        NoPrediction, match="org/kernel: code of the Hub, which a plan does not run"
+    ):
+        kernels.get_kernel("org/kernel")
 
 
 def test_nothing_that_plan_prints_controls_a_terminal(

@@ -29,8 +29,6 @@ _ORDER = (
     "Plan",
     "Speed",
     "TransformersStep",
-    "TransformersRollouts",
-    "RolloutsPlan",
 )
 """The names that come first; the rest follows in alphabetical order."""
 _ONLY_MADE = ("Machine",)

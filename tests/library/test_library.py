@@ -64,35 +64,7 @@ SIGNATURES = {
     "NoiseScale": "(window=100, least_steps=10)",
     "Speed": "(seconds, tokens_per_second_per_gpu, mfu, parts, recomputing, band, "
     "rows_per_second_per_gpu=0.0)",
-    "TransformersStep": "(*, folder, trainer='SFTTrainer', per_device_train_batch_size=8, "
-    "gradient_accumulation_steps=1, max_length=1024, padded=False, attn_implementation='sdpa', "
-    "packing=False, "
-    "padding_free=False, dtype='float32', "
-    "bf16=None, fp16=False, gradient_checkpointing=True, optim='adamw_torch_fused', max_grad_norm=1.0, "
-    "lora=False, r=8, lora_dropout=0.0, target_modules='all-linear', target_parameters=(), "
-    "load_in_8bit=False, load_in_4bit=False, bnb_4bit_compute_dtype=None, bnb_4bit_use_double_quant=False, "
-    "bnb_4bit_quant_storage='uint8', "
-    "prepare_for_kbit_training=None, "
-    "precompute_ref_log_probs=False, experts_implementation=None, router_aux_loss_coef=None, "
-    "output_router_logits=None, use_liger_kernel=False, liger_kernel_config=None, ranks=1, fsdp=False)",
-    "TransformersRollouts": "(*, folder, trainer='GRPOTrainer', per_device_train_batch_size=8, "
-    "gradient_accumulation_steps=1, padded=False, attn_implementation='sdpa', packing=False, "
-    "padding_free=False, dtype='float32', bf16=None, fp16=False, "
-    "gradient_checkpointing=True, optim='adamw_torch_fused', max_grad_norm=1.0, lora=False, r=8, "
-    "lora_dropout=0.0, target_modules='all-linear', target_parameters=(), load_in_8bit=False, "
-    "load_in_4bit=False, "
-    "bnb_4bit_compute_dtype=None, bnb_4bit_use_double_quant=False, "
-    "bnb_4bit_quant_storage='uint8', prepare_for_kbit_training=None, "
-    "precompute_ref_log_probs=False, experts_implementation=None, router_aux_loss_coef=None, "
-    "output_router_logits=None, use_liger_kernel=False, liger_kernel_config=None, ranks=1, fsdp=False, "
-    "num_generations=8, max_prompt_length=512, max_completion_length=512, "
-    "steps_per_generation=None, generation_batch_size=None, num_iterations=1, beta=0.0, use_vllm=False, "
-    "vllm_mode='colocate', vllm_gpu_memory_utilization=0.3, vllm_enable_sleep_mode=False, "
-    "vllm_tensor_parallel_size=1, vllm_max_model_length=None, vllm_importance_sampling_correction=True, "
-    "temperature=1.0, top_p=1.0)",
-    "RolloutsPlan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None, allocated=0, "
-    "with_retries=False, experts=None, unchecked='', phases=(), limiting='', most_utilization=None, "
-    "engine=None)",
+    "TransformersStep": "(*, folder, trainer='SFTTrainer', ranks=1, **settings)",
     "lr_factor": "(rule, batch, start, noise=None, exponent=0.5)",
     "Outcome": "(loss, weight, gradient_norm, micro_batch, retried, allocation_retries, overflow, noise)",
     "Moment": "(samples, epochs, start, current, lr_factor=1.0, noise=None)",

@@ -139,28 +139,6 @@ def test_configs_are_compared_with_each_gpus_own_steps() -> None:
     assert again[0].peak == old.peak
 
 
-def test_the_cause_is_said_where_there_is_no_speed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    step(tmp_path, 2)
-    line = [
-        "--hf",
-        str(tmp_path),
-        "--trainer",
-        "SFTTrainer",
-        "--gpu",
-        "t4",
-        "bf16=false",
-        "fp16=true",
-    ]
-    with without_torchvision():
-        assert plan_command(asked(line)) == 0
-    printed = capsys.readouterr()
-    assert "no speed: that of a t4-16gb is not known in the type" in printed.out
-    assert "estimate" not in printed.err, "estimates are of newer GPUs"
-
-
 def test_pages_have_gpus_of_one_kind() -> None:
     assert page_choices.offered_gpus("t4-16gb", ("v100-16gb", "a100-40gb")) == (
         "t4-16gb",

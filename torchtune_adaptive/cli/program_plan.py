@@ -98,6 +98,9 @@ def plan_of_program(
     asked_job = replace(asked_job, unit=_unit(plan))
     _, assumptions = planned_gpu(kind, plan.ranks, HEADROOM, memory)
     about = (*_about(asked, plan), *assumptions, *filter(None, [plan.unchecked]))
+    if is_named and answer.speed is None:
+        unknown = f"no speed: that of a {kind.name} is not known in the type that is computed in"
+        about = (*about, unknown)
     if arguments.json:
         _print_json(answer, plan, about, compared, asked_job)
     else:

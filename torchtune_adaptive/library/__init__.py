@@ -14,11 +14,9 @@ if TYPE_CHECKING:
     from torchtune_adaptive.library.forward_only import ForwardOnly
     from torchtune_adaptive.library.layers import LayerCheckpointing
     from torchtune_adaptive.library.planning import Plan, plan_batch_size
-    from torchtune_adaptive.library.rollouts_plan import RolloutsPlan
     from torchtune_adaptive.library.sampling import Steps, steps_of
     from torchtune_adaptive.library.search import BatchSize, find_batch_size
     from torchtune_adaptive.library.step import AdaptiveStep, Outcome
-    from torchtune_adaptive.library.transformers_rollouts import TransformersRollouts
     from torchtune_adaptive.library.transformers_step import TransformersStep
     from torchtune_adaptive.planner import Speed
 else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,8 +18,23 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 def follow(imports: WhenImported) -> None:
     """Ask nobody for weights from now on."""
     imports.call("huggingface_hub.file_download", _of_downloads)
+    imports.call("kernels", refuse_kernels)
     imports.call("safetensors.torch", lambda it: put(it, "load_file", _of_there(it.load_file)))
     put(torch, "load", _of_there(torch.load))
+
+
+def refuse_kernels(kernels: Any) -> None:
+    """Let nobody load kernels of the Hub, which are code: a model's config may name them."""
+
+    def refused(repo_id: str, *_: Any, **__: Any) -> NoReturn:
+        raise NoPrediction(
+            f"{repo_id}: code of the Hub, which a plan does not run. Use an implementation of attention, or "
+            "of experts, that is part of an installed package."
+        )
+
+    for name in ("get_kernel", "get_local_kernel", "get_locked_kernel"):
+        if hasattr(kernels, name):
+            put(kernels, name, refused)
 
 
 def _of_downloads(downloads: Any) -> None:

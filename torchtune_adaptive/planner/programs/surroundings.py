@@ -28,6 +28,7 @@ _QUIET = {
     "COMET_MODE": "disabled",
     "SWANLAB_MODE": "disabled",
     "TQDM_DISABLE": "1",
+    "USE_HUB_KERNELS": "0",
 }
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
