@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.programs import written
 from torchtune_adaptive.cli.plan_options import add_arguments, parsed, plan_command
-from torchtune_adaptive.cli.program_plan import split
+from torchtune_adaptive.cli.program_words import split
 
 
 def asked(*words: str) -> argparse.Namespace:

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from torchtune_adaptive.cli.private import actions
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.programs import made_up
 
@@ -61,7 +62,7 @@ def _keys_of_scripts() -> dict[str, set[str]]:
     for name in dict.fromkeys((*_FIRST, *others)):
         module = importlib.import_module(f"trl.scripts.{name}")
         if hasattr(module, "make_parser"):
-            keys = {action.dest for action in module.make_parser()._actions}
+            keys = {action.dest for action in actions(module.make_parser())}
             if "output_dir" in keys:
                 known[name] = keys
     return known
