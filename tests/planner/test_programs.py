@@ -336,3 +336,27 @@ def test_what_a_router_chooses_is_assumed_and_said(tmp_path: Path) -> None:
     )
     assert worst.about.choices == ((place, "the same each time"),)
     assert not planned(written(tmp_path)).about.choices
+
+
+NEXT = """
+def moved():
+    batches = iter(loader)
+    batch = next(batches)
+    while True:
+        batch = {name: one.to(device) for name, one in batch.items()}
+        following = next(batches)
+        yield batch
+        batch = following
+
+
+"""
+
+
+def test_what_is_made_ahead_is_there_in_the_next_step(tmp_path: Path) -> None:
+    """A batch is moved to the device before the one after it is asked for, as accelerate does."""
+    text = PROGRAM.replace("enumerate(loader)", "enumerate(moved())")
+    text = text.replace(
+        "for number, batch", NEXT.replace("{", "{{").replace("}", "}}") + "for number, batch"
+    )
+    parts = planned(written(tmp_path, text=text)).answers[0].peak.parts
+    assert parts["inputs"] >= 2 * ROWS * TOKENS * 8
