@@ -139,8 +139,8 @@ def _of_generation(generation: Any) -> None:
     def generate(*_: Any, **__: Any) -> NoReturn:
         raise NoPrediction(
             f"{place_of_caller()}: generates, and how long its texts become follows from weights that are "
-            "not there. Plan GRPO and RLOO with --hf MODEL --trainer GRPOTrainer (or RLOOTrainer), or by a "
-            "file of `trl grpo`; and other programs without generation."
+            "not there. Plan GRPO and RLOO with --hf MODEL --trainer GRPOTrainer (or RLOOTrainer), and other "
+            "programs without generation."
         )
 
     put(generation.GenerationMixin, "generate", generate)
