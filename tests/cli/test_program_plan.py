@@ -55,7 +55,6 @@ def test_words_after_a_program_are_its_own(line: str, own: str, program: str) ->
     [
         (["there/is_none.py"], "PROGRAM: 'there/is_none.py' is not a file"),
         (["{}", "--assume", "train.py=3"], "--assume: 'train.py=3' is not a place and a value"),
-        (["--html", "page.html", "{}"], "--html: 'page.html' is not for a program"),
         (["--nproc", "0", "{}"], "--nproc: 0 is not a number of GPUs"),
         (["--rows", "0", "{}"], "--rows: 0 is not a number of rows"),
         (["--max-length", "1", "{}"], "--seq-len: 1 is too short"),

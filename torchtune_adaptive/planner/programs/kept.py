@@ -109,9 +109,12 @@ class KeptSteps:
         assert isinstance(found, About)
         return found
 
+    @property
+    def has(self) -> Collection[int]:
+        return [int(name) for name in self._steps if name.isdigit()]
+
     def unchecked(self, beyond: int) -> str:
-        checked = sorted(int(name) for name in self._steps if name.isdigit())
-        checked = [rows for rows in checked if rows > beyond]
+        checked = [rows for rows in sorted(self.has) if rows > beyond]
         if not checked or self._about.get("irregular"):
             return ""
         return _LARGEST.format(", ".join(map(str, checked)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import TypeVar
 
@@ -76,6 +76,10 @@ class RunSteps:
     @property
     def about(self) -> About:
         return self._tracer.any.ran.about
+
+    @property
+    def has(self) -> Collection[int]:
+        return ()
 
     def unchecked(self, beyond: int) -> str:
         return ""  # all sizes can be run

@@ -110,7 +110,7 @@ class ProgramRun:
 
     def read(self) -> frozenset[str]:
         """The files that the program and its forks have read, or looked for."""
-        return self._read | self._surroundings.read()
+        return self._read
 
     def answered(self, answer: Callable[[ProgramRun], Any]) -> Any:
         """Run the program, and answer where it makes its first model, by ``start``.
