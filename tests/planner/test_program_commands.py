@@ -31,9 +31,9 @@ GENERATING = {
 @pytest.fixture
 def folder(tmp_path: Path, beside_trl: Path) -> Path:
     """A folder with a model without weights, a tokenizer and the programs."""
-    for name in ("program_trl.py", "real_trainers.py"):
+    for name in ("program_trl.py",):
         shutil.copy(HELPERS / name, tmp_path)
-    made = "import real_trainers; real_trainers.tokenizer().save_pretrained('model')"
+    made = "import program_trl; program_trl.tokenizer().save_pretrained('model')"
     run(beside_trl, tmp_path, "-c", made)
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
     return tmp_path
