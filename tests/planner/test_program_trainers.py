@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,13 +13,12 @@ import pytest
 
 from tests.helpers.trainer_cases import CASES
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.runs]
-
-HELPERS = Path(__file__).parents[1] / "helpers"
-PEAKS = json.loads((Path(__file__).parents[1] / "data" / "trainer_peaks.json").read_text())
+ROOT = Path(__file__).parents[2]
+HELPERS = ROOT / "tests" / "helpers"
+PEAKS = json.loads((ROOT / "tests" / "data" / "trainer_peaks.json").read_text())
 PARTS = 20
 """A few cases each, as a case takes half a minute."""
-NAMES = [name for name, case in CASES.items() if not case.get("use_liger_kernel")]
+NAMES = [name for name in PEAKS if not CASES[name].get("use_liger_kernel")]
 
 
 def allocated(python: Path, folder: Path, names: list[str]) -> dict[str, int]:
@@ -37,6 +37,8 @@ def allocated(python: Path, folder: Path, names: list[str]) -> dict[str, int]:
     return found
 
 
+@pytest.mark.exhaustive
+@pytest.mark.runs
 @pytest.mark.parametrize("part", range(PARTS))
 def test_trainers_take_what_they_took(part: int, beside_trl: Path, tmp_path: Path) -> None:
     names = NAMES[part::PARTS]
@@ -44,10 +46,18 @@ def test_trainers_take_what_they_took(part: int, beside_trl: Path, tmp_path: Pat
         assert found == pytest.approx(PEAKS[name]["run"], rel=0.001), name
 
 
+@pytest.mark.exhaustive
+@pytest.mark.runs
 def test_trainers_take_what_they_took_with_liger(beside_liger: Path, tmp_path: Path) -> None:
-    names = [name for name in CASES if name not in NAMES][:3]
+    names = [name for name in PEAKS if name not in NAMES][:3]
     for name, found in allocated(beside_liger, tmp_path, names).items():
         assert found == pytest.approx(PEAKS[name]["run"], rel=0.001), name
+
+
+def test_the_page_has_these_numbers() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "make" / "trainer_peaks.py"))["page"]
+    assert page() == (ROOT / "docs" / "results" / "trainers.md").read_text()
+    assert PEAKS.keys() <= CASES.keys()
 
 
 SPLIT = """
@@ -57,6 +67,8 @@ LlamaForCausalLM.from_pretrained("model", tp_plan="auto")
 """
 
 
+@pytest.mark.exhaustive
+@pytest.mark.runs
 def test_a_model_that_is_split_over_ranks_is_refused(beside_trl: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SPLIT)
     command = [beside_trl, "-m", "torchtune_adaptive", "plan", "train.py", "--nproc", "2"]
