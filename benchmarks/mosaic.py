@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from torchtune_adaptive.library.model_steps import StepsOfModel
-from torchtune_adaptive.library.step_questions import StepQuestion
+from torchtune_adaptive.library.step_questions import ANY_LENGTH, StepQuestion
 from torchtune_adaptive.planner.memory.peak import DeviceLimits
 from torchtune_adaptive.planner.speed.devices import SPEEDS, Speeds
 from torchtune_adaptive.planner.speed.operations import (
@@ -187,7 +187,7 @@ def traced(name: str, length: int, checkpointed: bool, accumulation: int) -> lis
         assumptions=(),
     )
     steps = StepsOfModel(question)
-    found = [steps.step(rows).operations for rows in (FEW, MANY)]
+    found = [steps.step(rows, ANY_LENGTH).operations for rows in (FEW, MANY)]
     return [packed_up(step) for step in found if step is not None]
 
 

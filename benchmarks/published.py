@@ -51,7 +51,7 @@ def predicted(rows: Sequence[Row], under: Path) -> Iterator[dict[str, Any]]:
         try:
             for number in (row.rows, 1) if row.fused else (row.rows,):
                 if number not in known:
-                    known[number] = row.planned(folder, number)
+                    known[number] = row.planned(folder, number, f"{under}/cache")
         except AdaptiveBatchingError as error:
             yield {**said, "not_predicted": str(error)}
             continue

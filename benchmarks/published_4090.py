@@ -86,7 +86,6 @@ _OF_ALL = {
     "max_length": 512,
     "bf16": True,
     "gradient_checkpointing": False,
-    "attention": "grouped",
     "waits_for_each_step": True,
 }
 
@@ -98,7 +97,7 @@ def predict() -> None:
         for run in RUNS:
             folder = folder_of("Qwen3-0.6B", Path(under))
             step = OwnLoop(folder=folder, **{**_OF_ALL, **run.settings})
-            rows = step.per_device_train_batch_size
+            rows = step.settings["per_device_train_batch_size"]
             plan = step.plan("rtx4090", ceiling=rows, headroom=0, cache=f"{under}/cache")
             assert plan.speed is not None
             said = {"experiment": run.experiment, "run": run.name, "gpus": step.ranks}

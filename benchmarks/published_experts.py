@@ -20,7 +20,6 @@ from typing import Any
 from published_experts_page import GPT_OSS, NEMO, QWEN, UNSLOTH, page
 from published_steps import folder_of
 
-from torchtune_adaptive.library.step_choices import PLAIN
 from torchtune_adaptive.library.transformers_step import TransformersStep
 from torchtune_adaptive.planner.speed.speed import SLOWEST_EXPERTS
 
@@ -52,7 +51,7 @@ def _lora(model: str, rank: int, length: int) -> Run:
 def _full(checkpointed: bool) -> Run:
     name = "Qwen3-30B-A3B, 1 x 4096" + (", checkpointed" if checkpointed else "")
     settings = {
-        "trainer": PLAIN,
+        "trainer": "Trainer",
         "max_length": 4096,
         "ranks": 8,
         "fsdp": True,

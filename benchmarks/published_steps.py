@@ -1,22 +1,16 @@
-"""The steps of published tables: models by their shapes, and what ran there that no trainer of today does."""
+"""The steps of published tables: models by their shapes, and loops that no trainer of today has."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.optim import Optimizer
-
-from torchtune_adaptive.library.step_choices import PLAIN
-from torchtune_adaptive.library.transformers_model import Batch, StepModel, prepared_of
 from torchtune_adaptive.library.transformers_step import TransformersStep
-from torchtune_adaptive.planner.trace import fake_device
+from torchtune_adaptive.planner.memory.gpus import Gpu
+from torchtune_adaptive.planner.programs import Program
+
+_LOOP = Path(__file__).parent / "published_loop.py"
 
 
 def _shapes(kind: str, vocabulary: int, *shape: int, tied: bool, **more: Any) -> dict[str, Any]:
@@ -30,6 +24,7 @@ def _shapes(kind: str, vocabulary: int, *shape: int, tied: bool, **more: Any) ->
     )
     return {
         "model_type": kind,
+        "architectures": [kind.title().replace("_", "") + "ForCausalLM"],
         "vocab_size": vocabulary,
         **dict(zip(names, shape, strict=True)),
         "tie_word_embeddings": tied,
@@ -94,131 +89,11 @@ def folder_of(model: str, under: Path) -> str:
     return str(folder)
 
 
-class _Held(torch.autograd.Function):
-    """Holds tensors until backward has come to where the model began."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
-        ctx.held = held
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.held.clear()
-        return grad, None
-
-
-def _with_all_heads(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *_: Any,
-    **__: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention by a kernel that wants as many heads of keys and values as of queries."""
-    groups = query.size(-3) // key.size(-3)
-    if groups > 1:
-        key, value = (one.repeat_interleave(groups, dim=-3) for one in (key, value))
-    found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return found.transpose(1, 2).contiguous(), None
-
-
-@dataclass(frozen=True, kw_only=True)
 class OwnLoop(TransformersStep):
-    """A loop without a trainer."""
+    """A loop without a trainer, which ``published_loop.py`` is."""
 
-    trainer: str = PLAIN
-    bf16: bool | None = False
-    max_grad_norm: float = 0.0
-    optim: str = "adamw_torch"
-    attention: str = "sdpa"
-    """``eager``, ``sdpa`` with a kernel that wants all heads, or ``grouped``, as plans have it."""
-    keeps_output: str = "backward"
-    """Until when ``out = model(...)`` keeps all logits: the end of ``backward``, or of the ``step``; empty if
-    the loop keeps only the loss."""
-    waits_for_each_step: bool = False
-    """Whether the host waits for the device where a step ends, as loops do that time their steps."""
-    half_adapters: bool = False
-    """Whether adapters are cast to bfloat16."""
-
-    @property
-    def adapters_are_half(self) -> bool:
-        return self.half_adapters or super().adapters_are_half
-
-    def model(self) -> StepModel:
-        return _ModelOfOwnLoop(self)
-
-
-_KEPT: list[torch.Tensor] = []
-"""The logits that a loop keeps until its step ends."""
-
-
-class _ModelOfOwnLoop(StepModel):
-    def optimizer(self, parameters: Iterator[nn.Parameter]) -> Optimizer:
-        made = super().optimizer(parameters)
-        made.register_step_post_hook(lambda *_: self._end_step())
-        return made
-
-    def _end_step(self) -> None:
-        _KEPT.clear()
-        if self.step.waits_for_each_step:
-            fake_device.current_stream().synchronize()
-
-    def made(self) -> Any:
-        from transformers import AttentionInterface, AttentionMaskInterface
-
-        if self.step.attention == "grouped":
-            return super().made()
-        model = self.from_config()
-        name = "eager"
-        if self.step.attention == "sdpa":
-            name = "all_heads"
-            AttentionInterface.register(name, _with_all_heads)
-            AttentionMaskInterface.register(name, self.mask)
-        model.set_attn_implementation(name)
-        return model
-
-    def forward(self, built: nn.Module, batch: Batch) -> torch.Tensor:
-        model: Any = prepared_of(built).model
-        if self.step.keeps_output != "backward":
-            with self.mixed_precision():
-                found = model(input_ids=batch["input_ids"], labels=batch["labels"], use_cache=False)
-            if self.step.keeps_output:
-                _KEPT.append(found.logits.detach())
-            own_loss: torch.Tensor = found.loss
-            return own_loss
-        held: list[torch.Tensor] = []
-
-        def hold(_: nn.Module, __: Any, output: torch.Tensor) -> Any:
-            return _Held.apply(output, held)
-
-        hook = model.get_input_embeddings().register_forward_hook(hold)
-        with self.mixed_precision():
-            found = model(input_ids=batch["input_ids"], labels=batch["labels"], use_cache=False)
-        hook.remove()
-        held.append(found.logits.detach())
-        loss: torch.Tensor = found.loss
-        return loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class CastByTrl(TransformersStep):
-    """QLoRA by SFTTrainer of 2024, which casts adapters, embedding and head to bfloat16, but no norms."""
-
-    trainer: str = PLAIN
-
-    @property
-    def adapters_are_half(self) -> bool:
-        return True
-
-    def model(self) -> StepModel:
-        return _ModelCastByTrl(self)
-
-
-class _ModelCastByTrl(StepModel):
-    def build(self) -> nn.Module:
-        built: Any = super().build()
-        for module in (built.model.get_input_embeddings(), built.model.get_output_embeddings()):
-            module.weight.data = module.weight.data.bfloat16()
-        return built
+    def program(self, gpu: Gpu, **others: Any) -> Program:
+        folder = self.settings["folder"]
+        settings = {name: value for name, value in self.settings.items() if name != "folder"}
+        words = str(_LOOP), folder, json.dumps(settings, sort_keys=True)
+        return Program(words, gpu, ranks=self.ranks, **others)

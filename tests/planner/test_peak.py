@@ -122,6 +122,20 @@ def test_what_a_first_step_keeps_may_lie_anywhere_in_it() -> None:
     assert first_of_its_size(step, kept) == expected
 
 
+def test_what_fsdp_gathers_first_is_made_and_later_has_its_memory_again() -> None:
+    def gathered(operation: str) -> RecordedStep:
+        blocks = [*range(100), *range(100)]
+        events = [MemoryEvent(at, -1 if n >= 100 else MIB, 0) for n, at in enumerate(blocks)]
+        label = LABEL._replace(operation=operation)
+        return RecordedStep(events, dict.fromkeys(blocks, label))
+
+    step = gathered("resize_")
+    state, loss = MemoryEvent(200, MIB, 0), [MemoryEvent(201, MIB, 0), MemoryEvent(201, -1, 0)]
+    first = gathered("aten.empty.memory_format")
+    first = RecordedStep([*loss, *first.events, state], {**first.labels, 200: LABEL, 201: LABEL})
+    assert kept_by(first, step) == [Kept(len(step.events), state)]
+
+
 def test_a_first_step_that_differs_in_more_tells_nothing() -> None:
     with pytest.raises(NotRegular, match="has other allocations than later ones"):
         kept_by(one_after_the_other(6, 10, 20), one_after_the_other(60, 100))

@@ -137,10 +137,15 @@ def _kinds(step: RecordedStep) -> list[tuple[bool, int, str]]:
         (
             nbytes < 0,
             streams.get(block, 0),
-            step.labels[block].operation if block in streams else "",
+            _kind(step.labels[block].operation) if block in streams else "",
         )
         for block, nbytes, _ in step.events
     ]
+
+
+def _kind(operation: str) -> str:
+    """What FSDP gathers in a first step is made by ``empty``, and later has its memory by ``resize_``."""
+    return "resize_" if operation.startswith("aten.empty.") else operation
 
 
 def _places(some: Sequence[Any], others: Sequence[Any]) -> list[int]:

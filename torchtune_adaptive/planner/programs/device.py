@@ -206,7 +206,7 @@ def show(gpu: Gpu, devices: int, recorder: Recorder) -> _Properties:
         "get_device_capability": (major, minor),
         "get_device_properties": properties,
         "get_arch_list": [f"sm_{major}{minor}"],
-        **dict.fromkeys(("init", "set_device", "synchronize", "empty_cache", "ipc_collect")),
+        **dict.fromkeys(("init", "set_device", "empty_cache", "ipc_collect")),
         **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all")),
         **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated")),
         **dict.fromkeys(("set_rng_state", "set_rng_state_all", "set_per_process_memory_fraction")),
@@ -219,6 +219,7 @@ def show(gpu: Gpu, devices: int, recorder: Recorder) -> _Properties:
         f"{recorder.in_use} bytes, at most {recorder.peak}"
     )
     functions["memory_stats"] = lambda *_, **__: _statistics(recorder)
+    functions["synchronize"] = lambda *_, **__: fake_device.current_stream().synchronize()
     functions["mem_get_info"] = lambda *_, **__: (gpu.total - recorder.in_use, gpu.total)
     for name, function in functions.items():
         for owner in (cuda, cuda.memory):
