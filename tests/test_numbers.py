@@ -137,7 +137,26 @@ PUBLISHED_EXPERTS = (
 )
 
 
+TRAINERS = r"Of (\d+) cases, (\d+) are within ([\d.]+) %"
+
+
+def trainers_as_described() -> Iterable[str]:
+    count, near, share = said("trainers.md", TRAINERS)
+    return near, count, share
+
+
 CLAIMS = [
+    Claim(
+        "docs/planning.md",
+        r"Of (\d+) \[steps of these trainers\]\S+ (\d+) take what had been described before, within "
+        r"([\d.]+) %",
+        lambda: said("trainers.md", TRAINERS),
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"(\d+) of (\d+) do, within ([\d.]+) %; the others are FSDP2 with adapters",
+        trainers_as_described,
+    ),
     *(
         Claim(
             page,

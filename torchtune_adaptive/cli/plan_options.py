@@ -31,8 +31,7 @@ from torchtune_adaptive.common import (
     printable,
     table,
 )
-from torchtune_adaptive.planner import DOES_NOT_FIT, gpus
-from torchtune_adaptive.planner.programs import Program
+from torchtune_adaptive.planner import DOES_NOT_FIT, gpus, programs
 
 EXIT_STATUS = {"FITS": 0, DOES_NOT_FIT: 1, "UNCERTAIN": 2}
 NO_ANSWER = 2
@@ -224,12 +223,12 @@ def _asked_program(
             remedy = "Write what is for the program after its name"
             raise ConfigError("plan", arguments.words[0], "stands before a program", remedy)
         require_program(arguments.program)
-        return AskedProgram(Program(arguments.program, kind, **own), arguments.program)
+        return AskedProgram(programs.Program(arguments.program, kind, **own), arguments.program)
     if file := _trainer_file(arguments):
         require_config(model_of(file.model).folder)
         folder = Path(stack.enter_context(TemporaryDirectory()))
         words = file.words(folder)
-        program = Program(words, kind, made_up=True, title=file.title, **own)
+        program = programs.Program(words, kind, made_up=True, title=file.title, **own)
         changes = [word for word in arguments.words if "=" in word]
         return AskedProgram(program, (str(file.path), *changes))
     if arguments.hf:
