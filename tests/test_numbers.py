@@ -35,20 +35,16 @@ from tests.helpers.results import (
     text_of,
     throughput,
     time_with_ddp,
-    tolerance_of_trainers,
-    tolerances_of_rollouts,
     trials,
     update_after_beta2,
     with_ddp,
     with_fewer_layers,
 )
 from torchtune_adaptive.common.folder_lock import LEASE
-from torchtune_adaptive.library import TransformersStep
-from torchtune_adaptive.library.vllm_engine import ASLEEP
-from torchtune_adaptive.planner.memory.estimate import ERROR
 from torchtune_adaptive.planner.memory.gpus import COMMUNICATION, CONTEXT, GIB, GPUS, MIB
 from torchtune_adaptive.planner.memory.peak import FRAGMENTATION
 from torchtune_adaptive.planner.memory.planned import ERROR_BAND
+from torchtune_adaptive.planner.programs.vllm import ASLEEP
 from torchtune_adaptive.planner.speed.devices import FSDP_COLLECTIVE, FSDP_PARAMETER, PCIE
 from torchtune_adaptive.planner.speed.speed import (
     COMPILED_BAND,
@@ -103,11 +99,6 @@ NOT_MEASURED = (
 )
 
 
-ESTIMATES = (
-    r"(\d+) peaks: half are within ([\d.]+) %, nine of ten within ([\d.]+) %, all within ([\d.]+) %"
-)
-
-
 def in_words(number: str) -> str:
     return {"one": "1", "three": "3", "five": "5"}.get(number, number)
 
@@ -146,13 +137,6 @@ PUBLISHED_EXPERTS = (
 )
 
 
-def estimate_error_of_trainers() -> Iterable[str]:
-    """The error that is promised, if the results keep it."""
-    ninth = float(said("trainer_estimate.md", ESTIMATES)[2])
-    error = TransformersStep.ESTIMATE_ERROR
-    return (percent(error),) if ninth <= 100 * error else ()
-
-
 CLAIMS = [
     *(
         Claim(
@@ -164,42 +148,6 @@ CLAIMS = [
             ("docs/results/README.md", ", and "),
             ("docs/results/dropout.md", " alone, and "),
         )
-    ),
-    Claim(
-        "docs/how-plans-work.md",
-        r"Of (\d+) peaks of torchtune's own configs, half are within ([\d.]+) % of the traced ones, nine of "
-        r"ten within ([\d.]+) %, and all within ([\d.]+) %",
-        lambda: said("estimate.md", ESTIMATES),
-    ),
-    Claim(
-        "docs/results/README.md",
-        r"nine of ten within ([\d.]+) % of the traced peak, all within ([\d.]+) %",
-        lambda: said("estimate.md", ESTIMATES)[2:],
-    ),
-    Claim(
-        "docs/how-plans-work.md",
-        r"step_estimate.py`\). Of (\d+) peaks, half are within ([\d.]+) % of the traced ones, "
-        r"nine of ten within ([\d.]+) %, and all within ([\d.]+) %",
-        lambda: said("trainer_estimate.md", ESTIMATES),
-    ),
-    Claim(
-        "docs/results/README.md",
-        r"nine of ten within ([\d.]+) %, all within ([\d.]+) %",
-        lambda: said("trainer_estimate.md", ESTIMATES)[2:],
-    ),
-    *(
-        Claim(page, sentence, estimate_error_of_trainers)
-        for page, sentence in (
-            ("docs/planning.md", r"ten is \[within (\d+) %\]"),
-            ("CHANGELOG.md", r"and SmolLM3, nine times of ten within (\d+) % of the traced peak"),
-        )
-    ),
-    Claim(
-        "docs/planning.md",
-        r"nine times of ten is within (\d+) % of the traced peak",
-        lambda: (
-            (percent(ERROR),) if float(said("estimate.md", ESTIMATES)[2]) <= 100 * ERROR else ()
-        ),
     ),
     Claim(
         "README.md",
@@ -316,22 +264,7 @@ CLAIMS = [
     ),
     Claim(
         "docs/planning.md",
-        r"the plan is within ([\d.]+) % of what the real trainers take",
-        lambda: [f"{100 * tolerance_of_trainers():g}"],
-    ),
-    Claim(
-        "docs/planning.md",
-        r"these plans are within ([\d.]+) % of what the trainers take with Liger",
-        lambda: [f"{100 * tolerance_of_trainers():g}"],
-    ),
-    Claim(
-        "docs/planning.md",
-        r"training and scoring are within ([\d.]+) % and generation by the model within ([\d.]+) % of what",
-        lambda: [f"{100 * tolerance:g}" for tolerance in tolerances_of_rollouts()],
-    ),
-    Claim(
-        "docs/planning.md",
-        r"is taken to keep (\d) GiB while it sleeps",
+        r"and keeps (\d) GiB as it sleeps",
         lambda: [f"{ASLEEP / GIB:g}"],
     ),
     Claim(

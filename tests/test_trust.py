@@ -40,6 +40,7 @@ from torchtune_adaptive.common import (
     FolderLock,
     Listing,
     Manifest,
+    NoPrediction,
     Paragraph,
     Table,
     Verbatim,

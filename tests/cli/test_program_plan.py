@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.programs import written
 from torchtune_adaptive.cli.plan_options import add_arguments, parsed, plan_command
-from torchtune_adaptive.cli.program_plan import split
+from torchtune_adaptive.cli.program_words import split
 
 
 def asked(*words: str) -> argparse.Namespace:
@@ -55,7 +55,6 @@ def test_words_after_a_program_are_its_own(line: str, own: str, program: str) ->
     [
         (["there/is_none.py"], "PROGRAM: 'there/is_none.py' is not a file"),
         (["{}", "--assume", "train.py=3"], "--assume: 'train.py=3' is not a place and a value"),
-        (["--html", "page.html", "{}"], "--html: 'page.html' is not for a program"),
         (["--nproc", "0", "{}"], "--nproc: 0 is not a number of GPUs"),
         (["--rows", "0", "{}"], "--rows: 0 is not a number of rows"),
         (["--max-length", "1", "{}"], "--seq-len: 1 is too short"),

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 OF_TRL = ("SFT", "DPO", "KTO", "Reward", "Distillation", "GRPO", "RLOO")
 EXPERIMENTAL = {
@@ -26,10 +23,19 @@ WITH_TEACHER = ("Distillation", "GKD", "GOLD", "IWOPD")
 ROWS = 2
 
 
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", "word"])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
 def main(folder: str, name: str) -> None:
     import importlib
 
-    import real_trainers as real
     from datasets import Dataset
 
     module = importlib.import_module(
@@ -53,8 +59,8 @@ def main(folder: str, name: str) -> None:
     for number, row in enumerate(rows):
         if name == "KTO":
             row["label"] = bool(number % 2)
-    tokenizer = real.tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    words = tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
     arguments: dict[str, Any] = {"per_device_train_batch_size": ROWS, "max_steps": 4}
     arguments |= {"save_strategy": "no", "report_to": "none"}
     arguments |= {key: eval(value) for key, _, value in (w.partition("=") for w in sys.argv[3:])}
@@ -73,7 +79,7 @@ def main(folder: str, name: str) -> None:
         model=model,
         args=config("out", **arguments),
         train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
+        processing_class=words,
         **more,
     )
     trainer.train()

@@ -87,7 +87,7 @@ def written(
 
 
 def planned(path: Path, *words: str, **options: Any) -> ProgramPlan:
-    program = Program((str(path), *words), **{"gpu": H100, **options})
+    program = Program((str(path), *words), **{"gpu": H100, "cache": False, **options})
     return plan_program(program, on_part_of_h100, timeout=120)
 
 

@@ -149,24 +149,6 @@ def rollout_gain() -> float:
     return float(column(block, "  budget", 1))
 
 
-def tolerance_of_trainers() -> float:
-    """How far apart plans and the steps of real trainers may be, as their test has it."""
-    test = (ROOT / "tests" / "library" / "test_real_trainers.py").read_text()
-    [tolerance] = re.findall(r"approx\(measured, rel=([\d.]+)\)", test)
-    return float(tolerance)
-
-
-def tolerances_of_rollouts() -> tuple[float, ...]:
-    """The same of steps that generate their rows: of training and scoring, and of generation."""
-    test = (ROOT / "tests" / "library" / "test_real_rollouts.py").read_text()
-    [found] = re.findall(
-        r'WITHIN = {"training": ([\d.]+), "scoring": ([\d.]+), "generation": ([\d.]+)}', test
-    )
-    training, scoring, generation = map(float, found)
-    assert training == scoring
-    return training, generation
-
-
 def calls_added() -> int:
     """Calls that our step makes beyond a plain one, with one rank and one micro-batch: the newest."""
     plain, ours = re.findall(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from tests.helpers.planning import asked
 from tests.helpers.recipes import tiny_config
-from tests.helpers.torchvision import without_torchvision
 from torchtune_adaptive.cli import page_choices
-from torchtune_adaptive.cli.plan_options import plan_command
 from torchtune_adaptive.planner import call_alone, gpu_limits, gpus
 from torchtune_adaptive.planner.trace import kernels
 from torchtune_adaptive.planner.trace.recorder import Recorder, Watch

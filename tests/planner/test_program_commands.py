@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +12,13 @@ import yaml
 
 from tests.helpers.beside import ROOT
 from tests.helpers.hub import hub
+from tests.helpers.program_commands import MODEL, plan, run
 from torchtune_adaptive.planner import gpus
 from torchtune_adaptive.planner.programs.vllm import ASLEEP
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.runs]
 
 HELPERS = ROOT / "tests" / "helpers"
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "vocab_size": 8192,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 1,
-}
 PLANNED = ("SFT", "DPO", "KTO", "Reward", "CPO", "ORPO", "GKD lmbda=0.0")
 GENERATING = {
     **dict.fromkeys(("GRPO max_completion_length=80", "RLOO max_completion_length=80"), 80),
@@ -44,34 +31,12 @@ GENERATING = {
 @pytest.fixture
 def folder(tmp_path: Path, beside_trl: Path) -> Path:
     """A folder with a model without weights, a tokenizer and the programs."""
-    for name in ("program_trl.py", "real_trainers.py"):
+    for name in ("program_trl.py",):
         shutil.copy(HELPERS / name, tmp_path)
-    made = "import real_trainers; real_trainers.tokenizer().save_pretrained('model')"
+    made = "import program_trl; program_trl.tokenizer().save_pretrained('model')"
     run(beside_trl, tmp_path, "-c", made)
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
     return tmp_path
-
-
-def run(
-    python: Path, folder: Path, *words: str, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    own = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "HF_HOME": str(folder / "hub")}
-    return subprocess.run(
-        [python, *words],
-        cwd=folder,
-        env={**os.environ, **own, "HF_HUB_OFFLINE": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
-def plan(python: Path, folder: Path, *words: str, **variables: str) -> dict[str, Any]:
-    device = () if "--memory" in words else ("--gpu", "h100")
-    options = ("-m", "torchtune_adaptive", "plan", *device, "--json")
-    done = run(python, folder, *options, *words, **variables)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
 def test_the_command_of_trl(folder: Path, beside_trl: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.planner.test_program_commands import MODEL, plan, run
+from tests.helpers.program_commands import MODEL, plan, run
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.runs]
 

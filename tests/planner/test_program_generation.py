@@ -72,7 +72,7 @@ def written(folder: Path, new: int = 40, how: str = "", again: int = 1) -> Path:
 
 def peak(folder: Path, new: int) -> Peak:
     plan = planned(written(folder, new))
-    assert plan.generated == new
+    assert plan.about.generated == new
     return plan.answers[0].peak
 
 
@@ -85,14 +85,14 @@ def test_the_cache_is_as_long_as_texts_may_be(tmp_path: Path) -> None:
 
 def test_texts_have_the_length_that_is_asked_for_in_any_way(tmp_path: Path) -> None:
     for new, how in ((2, "max_new_tokens=2"), (24, "max_length=40")):
-        assert planned(written(tmp_path, new, how)).generated == new
+        assert planned(written(tmp_path, new, how)).about.generated == new
 
 
 def test_rows_that_belong_together_stay_together(tmp_path: Path) -> None:
     """As a trainer has several texts for each prompt, and trains on them in several steps."""
     plan = planned(written(tmp_path, again=4))
-    assert plan.seen is not None
-    assert (plan.seen.rows, plan.seen.unit, plan.seen.shared) == (ROWS, 4, 4)
+    assert plan.about.seen is not None
+    assert (plan.about.seen.rows, plan.about.seen.unit, plan.about.seen.shared) == (ROWS, 4, 4)
     answer = plan.answers[0]
     assert answer.peak.rows == ROWS and answer.largest % 4 == 0 and answer.largest > ROWS
     assert GENERATION in answer.peak.by_phase

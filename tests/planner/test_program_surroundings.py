@@ -131,4 +131,4 @@ def test_launchers_launch_the_program_that_is_planned(tmp_path: Path, launcher: 
 def test_a_gpu_has_its_own_multiprocessors(tmp_path: Path, gpu: str, processors: int) -> None:
     """Some kernels have memory for each."""
     asks = "assert torch.cuda.get_device_properties(0).multi_processor_count == int(sys.argv[1])"
-    assert planned(written(tmp_path, before=asks), str(processors), gpu=gpus.gpu(gpu)).seen
+    assert planned(written(tmp_path, before=asks), str(processors), gpu=gpus.gpu(gpu)).about.seen

@@ -1,57 +1,63 @@
-"""Plans of programs that use real trainers are those that the trainers' settings give."""
+"""Plans of real trainers take what they took with the versions that the numbers are of."""
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.helpers.real_trainers import CASES
+from tests.helpers.trainer_cases import CASES
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.runs]
-
-HELPERS = Path(__file__).parents[1] / "helpers"
+ROOT = Path(__file__).parents[2]
+HELPERS = ROOT / "tests" / "helpers"
+PEAKS = json.loads((ROOT / "tests" / "data" / "trainer_peaks.json").read_text())
 PARTS = 20
-"""A few cases each, as a case takes a minute."""
+"""A few cases each, as a case takes half a minute."""
+NAMES = [name for name in PEAKS if not CASES[name].get("use_liger_kernel")]
 
 
-def is_compared(case: dict[str, Any]) -> bool:
-    """Whether a case needs no Liger, and has no experts one by one, whose tokens follow from weights."""
-    return not case.get("use_liger_kernel") and case.get("experts_implementation") != "eager"
-
-
-NAMES = [name for name, case in CASES.items() if is_compared(case)]
-
-
-@pytest.mark.parametrize("part", range(PARTS))
-def test_programs_take_what_their_settings_say(part: int, beside_trl: Path, tmp_path: Path) -> None:
-    for name in ("program_trainer.py", "real_programs.py", "real_trainers.py"):
-        shutil.copy(HELPERS / name, tmp_path)
-    names = NAMES[part::PARTS]
+def allocated(python: Path, folder: Path, names: list[str]) -> dict[str, int]:
+    for name in ("real_programs.py", "trainer_cases.py"):
+        shutil.copy(HELPERS / name, folder)
     done = subprocess.run(
-        [beside_trl, "real_programs.py", *names],
-        cwd=tmp_path,
+        [python, "real_programs.py", *names],
+        cwd=folder,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.splitlines()[-1])
-    assert results.keys() == {*names}
-    for name, (run, known) in results.items():
-        # On GPUs only tokens of completions have logits, and settings are taken to give them to all tokens.
-        if CASES[name]["trainer"] == "DPOTrainer" and run < known:
-            assert run > 0.75 * known, name
-        elif CASES[name].get("fsdp"):  # settings have more of what is gathered at the peak
-            assert 0.95 * known < run < 1.001 * known, name
-        else:
-            assert run == pytest.approx(known, rel=0.001), name
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.runs
+@pytest.mark.parametrize("part", range(PARTS))
+def test_trainers_take_what_they_took(part: int, beside_trl: Path, tmp_path: Path) -> None:
+    names = NAMES[part::PARTS]
+    for name, found in allocated(beside_trl, tmp_path, names).items():
+        assert found == pytest.approx(PEAKS[name]["run"], rel=0.001), name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.runs
+def test_trainers_take_what_they_took_with_liger(beside_liger: Path, tmp_path: Path) -> None:
+    names = [name for name in PEAKS if name not in NAMES][:3]
+    for name, found in allocated(beside_liger, tmp_path, names).items():
+        assert found == pytest.approx(PEAKS[name]["run"], rel=0.001), name
+
+
+def test_the_page_has_these_numbers() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "make" / "trainer_peaks.py"))["page"]
+    assert page() == (ROOT / "docs" / "results" / "trainers.md").read_text()
+    assert PEAKS.keys() <= CASES.keys()
 
 
 SPLIT = """
@@ -61,6 +67,8 @@ LlamaForCausalLM.from_pretrained("model", tp_plan="auto")
 """
 
 
+@pytest.mark.exhaustive
+@pytest.mark.runs
 def test_a_model_that_is_split_over_ranks_is_refused(beside_trl: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SPLIT)
     command = [beside_trl, "-m", "torchtune_adaptive", "plan", "train.py", "--nproc", "2"]

@@ -50,9 +50,9 @@ def worst_case(rows: int) -> Any:
 def test_a_loop_takes_what_the_same_step_takes(tmp_path: Path) -> None:
     """As one plans a loop of one's own by its functions."""
     plan = planned(written(tmp_path))
-    assert plan.seen is not None
-    assert (plan.seen.rows, plan.seen.tokens, plan.micro_batches) == (ROWS, TOKENS, 1)
-    assert not plan.compiles
+    assert plan.about.seen is not None
+    assert (plan.about.seen.rows, plan.about.seen.tokens, plan.micro_batches) == (ROWS, TOKENS, 1)
+    assert not plan.about.compiles
     known = plan_batch_size(
         build,
         optimizer=torch.optim.AdamW,
@@ -82,7 +82,7 @@ def test_rows_and_tokens_are_those_that_are_asked_for(tmp_path: Path) -> None:
     most = planned(path, rows=2 * ROWS)
     longest = planned(path, length=2 * TOKENS)
     assert most.answers[0].peak.rows == 2 * ROWS
-    assert longest.seen is not None and longest.seen.tokens == 2 * TOKENS
+    assert longest.about.seen is not None and longest.about.seen.tokens == 2 * TOKENS
     parts = [plan.answers[0].peak.parts["activations"] for plan in (most, longest)]
     assert parts[0] == pytest.approx(parts[1], rel=0.01)
 
@@ -129,7 +129,7 @@ optimizer.step()
 
 def test_what_follows_from_data_is_known(tmp_path: Path) -> None:
     """Logged losses are not, and need not be."""
-    assert planned(written(tmp_path, OF_DATA, "losses = []")).seen is not None
+    assert planned(written(tmp_path, OF_DATA, "losses = []")).about.seen is not None
 
 
 STOPS = """
@@ -147,7 +147,7 @@ def test_what_follows_from_weights_is_asked_for_with_its_place(tmp_path: Path) -
     line = 1 + path.read_text().splitlines().index("    if loss.item() < best:")
     with pytest.raises(NoPrediction, match=rf"train.py:{line}: .*--assume train.py:{line}=VALUE"):
         planned(path)
-    assert planned(path, assumed={f"train.py:{line}": True}).seen is not None
+    assert planned(path, assumed={f"train.py:{line}": True}).about.seen is not None
 
 
 OWN_BATCHES = """
@@ -163,7 +163,7 @@ def test_batches_without_a_loader_are_as_they_are(tmp_path: Path) -> None:
     text = PROGRAM.partition("for number, batch")[0] + "for number in range(9):\n{step}\n"
     path = written(tmp_path, OWN_BATCHES, text=text)
     plan = planned(path)
-    assert plan.seen is None and plan.answers[0].fits
+    assert plan.about.seen is None and plan.answers[0].fits
     with pytest.raises(NoPrediction, match="--rows: 3, but no DataLoader makes the batches"):
         planned(path, rows=3)
 
@@ -224,7 +224,7 @@ def test_what_does_not_train_is_said(tmp_path: Path, step: str, before: str, rea
 def test_what_is_compiled_is_an_upper_bound(tmp_path: Path) -> None:
     plan = planned(written(tmp_path, before="model = torch.compile(model)"))
     as_written = planned(written(tmp_path))
-    assert plan.compiles and reserved(plan) == reserved(as_written)
+    assert plan.about.compiles and reserved(plan) == reserved(as_written)
 
 
 READS = """
@@ -252,7 +252,7 @@ def test_of_many_rows_some_are_read_and_the_longest(tmp_path: Path) -> None:
         [{"role": "user", "content": "x" * (length - 1)}, {"content": "y"}] for length in lengths
     )
     data.write_text("\n".join(json.dumps({"messages": one}) for one in messages))
-    seen = planned(written(tmp_path, before=READS), str(data)).seen
+    seen = planned(written(tmp_path, before=READS), str(data)).about.seen
     assert seen is not None and (seen.rows, seen.tokens, seen.there) == (3, 77, 5000)
     assert seen.read < 2100
 
@@ -330,6 +330,33 @@ def test_what_a_router_chooses_is_assumed_and_said(tmp_path: Path) -> None:
         planned(path, number, assumed=assumed)
         for number, assumed in (("100", {}), ("2", {place: "worst"}))
     )
-    assert f"--assume {place}=worst" in even.choices[place] and even.choices.keys() == {place}
-    assert worst.choices == {place: "the same each time"}
-    assert not planned(written(tmp_path)).choices
+    assert (
+        f"--assume {place}=worst" in dict(even.about.choices)[place]
+        and len(even.about.choices) == 1
+    )
+    assert worst.about.choices == ((place, "the same each time"),)
+    assert not planned(written(tmp_path)).about.choices
+
+
+NEXT = """
+def moved():
+    batches = iter(loader)
+    batch = next(batches)
+    while True:
+        batch = {name: one.to(device) for name, one in batch.items()}
+        following = next(batches)
+        yield batch
+        batch = following
+
+
+"""
+
+
+def test_what_is_made_ahead_is_there_in_the_next_step(tmp_path: Path) -> None:
+    """A batch is moved to the device before the one after it is asked for, as accelerate does."""
+    text = PROGRAM.replace("enumerate(loader)", "enumerate(moved())")
+    text = text.replace(
+        "for number, batch", NEXT.replace("{", "{{").replace("}", "}}") + "for number, batch"
+    )
+    parts = planned(written(tmp_path, text=text)).answers[0].peak.parts
+    assert parts["inputs"] >= 2 * ROWS * TOKENS * 8

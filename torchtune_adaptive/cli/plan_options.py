@@ -12,11 +12,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from torchtune_adaptive.cli.asked_program import AskedProgram
 from torchtune_adaptive.cli.hub import model_of, require_config
 from torchtune_adaptive.cli.machine_options import add_arguments as add_machine_options
 from torchtune_adaptive.cli.machine_options import machine_told
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile, read_file
-from torchtune_adaptive.cli.program_plan import AskedProgram, plan_of_program
+from torchtune_adaptive.cli.program_plan import plan_of_program
 from torchtune_adaptive.cli.program_words import assumed, require_program, split
 from torchtune_adaptive.cli.recipes import require_recipes
 from torchtune_adaptive.cli.transformers_plan import METHODS, asked_trainer

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torchtune_adaptive.cli.asked_program import AskedProgram
 from torchtune_adaptive.cli.page_choices import (
     NOT_FINISHED,
     Page,
@@ -25,9 +26,6 @@ from torchtune_adaptive.cli.plan_page import write_page
 from torchtune_adaptive.cli.plan_progress import TraceProgress
 from torchtune_adaptive.common import NoPrediction, counted
 from torchtune_adaptive.planner import gpus, processes, programs, step_table, told_of
-
-if TYPE_CHECKING:
-    from torchtune_adaptive.cli.program_plan import AskedProgram
 
 _PRELOAD = "torchtune_adaptive.planner.programs.run"
 _AS_ASKED = "as asked"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
+from torchtune_adaptive.cli.asked_program import AskedProgram
 from torchtune_adaptive.cli.job import Job, job
 from torchtune_adaptive.cli.margin import caution, caution_of_retries, peak_of
 from torchtune_adaptive.cli.page_choices import names_in, require_file
@@ -36,26 +36,6 @@ VLLM = "vLLM"
 _LONGEST = 600.0
 """Seconds that a program may take."""
 _NOT_FOR_PROGRAMS = ("fastest", "may-change")
-
-
-@dataclass(frozen=True)
-class AskedProgram:
-    """A program as the user gives it."""
-
-    program: programs.Program
-    command: tuple[str, ...]
-    """What to type for it after ``tune-adaptive plan``, but for the GPU and what a page changes."""
-    rows_key: str = "--rows"
-    """What says the rows of a batch."""
-    settings: Mapping[str, Any] | None = None
-    """Those of a trainer, if the program is one that trains by settings."""
-    about: Sequence[str] = ()
-    """What is known before it runs, for people."""
-
-    def with_settings(self, **changes: Any) -> programs.Program:
-        """The program that trains with other settings."""
-        settings = {**(self.settings or {}), **changes}
-        return replace(self.program, words=programs.words_of_trainer(settings))
 
 
 def plan_of_program(

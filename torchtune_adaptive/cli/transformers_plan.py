@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from torchtune_adaptive.cli.asked_program import AskedProgram
 from torchtune_adaptive.cli.hub import GivenModel, require_config
-from torchtune_adaptive.cli.program_plan import AskedProgram
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.planner import gpus
 

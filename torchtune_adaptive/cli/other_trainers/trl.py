@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 
+from torchtune_adaptive.cli.private import actions
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.planner.programs import made_up
+from torchtune_adaptive.planner import programs
 
 _FIRST = ("sft", "dpo", "grpo")
 """Scripts that come before others where a file may be for several."""
@@ -28,7 +29,7 @@ def main(path: str, trainer: str = "", *options: str) -> None:
     from trl.cli.main import main as trl
 
     name = _script(yaml.safe_load(Path(path).read_text()), trainer.removesuffix("Trainer").lower())
-    made_up.note(f"trainer: the script of `trl {name}`; others by --trainer, e.g. DPOTrainer")
+    programs.note(f"trainer: the script of `trl {name}`; others by --trainer, e.g. DPOTrainer")
     sys.argv = ["trl", name, "--config", path, *options]
     raise SystemExit(trl())
 
@@ -61,7 +62,7 @@ def _keys_of_scripts() -> dict[str, set[str]]:
     for name in dict.fromkeys((*_FIRST, *others)):
         module = importlib.import_module(f"trl.scripts.{name}")
         if hasattr(module, "make_parser"):
-            keys = {action.dest for action in module.make_parser()._actions}
+            keys = {action.dest for action in actions(module.make_parser())}
             if "output_dir" in keys:
                 known[name] = keys
     return known

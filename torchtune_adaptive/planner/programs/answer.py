@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
@@ -31,6 +32,11 @@ class StepsOfProgram(StepsOfAnySize, Protocol):
     def micro_batches(self) -> int: ...
     @property
     def about(self) -> About: ...
+    @property
+    def has(self) -> Collection[int]:
+        """The sizes whose steps take no run."""
+        ...
+
     def unchecked(self, beyond: int) -> str:
         """What is said where the largest size cannot be run; empty if it has to be."""
         ...
@@ -135,7 +141,9 @@ class ProgramAnswers:
         assert self._seen is not None
         tokens = max(self._seen.tokens, self._steps.about.generated) - 1
         filling = -(-_TOKENS * self._seen.shared // (tokens * self._unit)) if tokens > 0 else 1
-        least = max(TracedRun.ROWS[0], self._own, filling)
+        known = self._steps.has
+        pairs = (size for size in sorted(known) if size >= filling and size + 1 in known)
+        least = next(pairs, max(TracedRun.ROWS[0], self._own, filling))
         return least, least + 1
 
     def _question(self, device: DeviceLimits, pace: Pace | None) -> Question:

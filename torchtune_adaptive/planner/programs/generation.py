@@ -30,7 +30,7 @@ _LAST = 2
 """The passes at the end that are made: the first of them differs from those that follow a pass."""
 
 
-class Generation:
+class Generating:
     """Generates for a program; ``tokens`` is the largest number that it has generated for a text."""
 
     def __init__(self, steps: ProgramSteps, recorder: Recorder) -> None:

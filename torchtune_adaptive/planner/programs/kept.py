@@ -29,7 +29,7 @@ _LARGEST = (
 )
 
 
-class Kept(NamedTuple):
+class Remembered(NamedTuple):
     """What is remembered of a program."""
 
     steps: Mapping[str, RecordedStep] = {}
@@ -38,18 +38,20 @@ class Kept(NamedTuple):
     """The files that it has read, or looked for."""
 
 
-def kept_of(program: Program) -> Kept:
+def kept_of(program: Program) -> Remembered:
     """What is remembered of a program; nothing if a file is not as it was."""
     found = _cache(program).get(_facts(program))
     if found is None or _now(found["read"]) != found["read"]:
-        return Kept()
+        return Remembered()
     if found["card"] not in ("", program.gpu.name):
-        return Kept()
+        return Remembered()
     steps = {name: RecordedStep.unpacked(one) for name, one in found["steps"].items()}
-    return Kept(steps, found["about"], found["read"])
+    seen, *others = found["about"]["about"]
+    about = About(None if seen is None else Seen(*seen), *others)
+    return Remembered(steps, {**found["about"], "about": about}, found["read"])
 
 
-def keep(program: Program, kept: Kept) -> None:
+def keep(program: Program, kept: Remembered) -> None:
     """Remember a program."""
     steps = {name: step.packed() for name, step in kept.steps.items()}
     card = kept.about["about"].card
@@ -69,7 +71,7 @@ class KeptSteps:
     max_seq_len = None
     as_written = ""
 
-    def __init__(self, kept: Kept, run: StepsOfProgram | None = None) -> None:
+    def __init__(self, kept: Remembered, run: StepsOfProgram | None = None) -> None:
         self._run = run
         self._steps, self._about = dict(kept.steps), dict(kept.about)
 
@@ -103,22 +105,26 @@ class KeptSteps:
 
     @property
     def about(self) -> About:
-        seen, *others = self._fact("about")
-        return About(None if seen is None else Seen(*seen), *others)
+        found = self._fact("about")
+        assert isinstance(found, About)
+        return found
+
+    @property
+    def has(self) -> Collection[int]:
+        return [int(name) for name in self._steps if name.isdigit()]
 
     def unchecked(self, beyond: int) -> str:
-        checked = sorted(int(name) for name in self._steps if name.isdigit())
-        checked = [rows for rows in checked if rows > beyond]
+        checked = [rows for rows in sorted(self.has) if rows > beyond]
         if not checked or self._about.get("irregular"):
             return ""
         return _LARGEST.format(", ".join(map(str, checked)))
 
-    def kept(self, read: Collection[str], irregular: bool) -> Kept:
+    def kept(self, read: Collection[str], irregular: bool) -> Remembered:
         """All of this, which follows from the files that were ``read``."""
         for name in ("ranks", "micro_batches", "about"):
             self._fact(name)
         about = {**self._about, "irregular": irregular}
-        return Kept(self._steps, about, read)
+        return Remembered(self._steps, about, read)
 
     def _fact(self, name: str) -> Any:
         if name not in self._about:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ from torchtune_adaptive.common import counted
 from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.programs.answer import ProgramAnswers
-from torchtune_adaptive.planner.programs.kept import Kept, KeptSteps
+from torchtune_adaptive.planner.programs.kept import KeptSteps, Remembered
 from torchtune_adaptive.planner.programs.request import About, Program
 from torchtune_adaptive.planner.programs.run import ProgramRun, Ran
 from torchtune_adaptive.planner.programs.steps import WANTED
@@ -21,21 +21,27 @@ from torchtune_adaptive.planner.trace.compiled_regions import CompiledRegions
 T = TypeVar("T")
 
 
-def answered(program: Program, kept: Kept, ask: Callable[[ProgramAnswers], T]) -> tuple[T, Kept]:
+def answered(
+    program: Program, kept: Remembered, ask: Callable[[ProgramAnswers], T]
+) -> tuple[T, Remembered]:
     """Ask about a program in this process, which does nothing else; the answer, and what it follows from."""
     return ProgramRun(program).answered(lambda run: _answer(run, kept, ask))
 
 
-def _answer(run: ProgramRun, kept: Kept, ask: Callable[[ProgramAnswers], T]) -> tuple[T, Kept]:
+def _answer(
+    run: ProgramRun, kept: Remembered, ask: Callable[[ProgramAnswers], T]
+) -> tuple[T, Remembered]:
     steps = RunSteps(run)
     alike = run.alike() if steps.shortened else None
     found = _asked(run, KeptSteps(kept, steps), ask)
     if alike is not None and not alike():
-        found = _asked(run, KeptSteps(Kept(), RunSteps(run, whole=True)), ask)
+        found = _asked(run, KeptSteps(Remembered(), RunSteps(run, whole=True)), ask)
     return found
 
 
-def _asked(run: ProgramRun, steps: KeptSteps, ask: Callable[[ProgramAnswers], T]) -> tuple[T, Kept]:
+def _asked(
+    run: ProgramRun, steps: KeptSteps, ask: Callable[[ProgramAnswers], T]
+) -> tuple[T, Remembered]:
     answers = ProgramAnswers(run.program, steps)
     found = ask(answers)
     return found, steps.kept(run.read(), answers.irregular)
@@ -70,6 +76,10 @@ class RunSteps:
     @property
     def about(self) -> About:
         return self._tracer.any.ran.about
+
+    @property
+    def has(self) -> Collection[int]:
+        return ()
 
     def unchecked(self, beyond: int) -> str:
         return ""  # all sizes can be run

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.programs.answer import NotRun, ProgramAnswers
-from torchtune_adaptive.planner.programs.kept import Kept, KeptSteps, keep, kept_of
+from torchtune_adaptive.planner.programs.kept import KeptSteps, Remembered, keep, kept_of
 from torchtune_adaptive.planner.programs.request import Devices, Program, ProgramPlan
 from torchtune_adaptive.planner.step_table import StepTable
 from torchtune_adaptive.planner.workers import call_alone
@@ -83,14 +83,16 @@ def _answer(program: Program, ask: Callable[[ProgramAnswers], T], timeout: float
     return found
 
 
-def _remembered(program: Program, kept: Kept, ask: Callable[[ProgramAnswers], T]) -> T | None:
+def _remembered(program: Program, kept: Remembered, ask: Callable[[ProgramAnswers], T]) -> T | None:
     try:
         return ask(ProgramAnswers(program, KeptSteps(kept)))
     except NotRun:
         return None
 
 
-def _run(program: Program, kept: Kept, ask: Callable[[ProgramAnswers], T]) -> tuple[T, Kept]:
+def _run(
+    program: Program, kept: Remembered, ask: Callable[[ProgramAnswers], T]
+) -> tuple[T, Remembered]:
     from torchtune_adaptive.planner.programs.plan import answered
 
     return answered(program, kept, ask)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.core.ranks.buckets import divided
+from torchtune_adaptive.core import divided
 from torchtune_adaptive.planner.private import FakeTensor
 from torchtune_adaptive.planner.programs.imports import put
 from torchtune_adaptive.planner.programs.known import note, values_of

@@ -44,7 +44,7 @@ from torchtune_adaptive.planner.programs import (
     registered,
 )
 from torchtune_adaptive.planner.programs.forks import Fork, IsFork, Questions, forked
-from torchtune_adaptive.planner.programs.generation import Generation
+from torchtune_adaptive.planner.programs.generation import Generating
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import ProgramWatch
 from torchtune_adaptive.planner.programs.loader import LongestBatches
@@ -96,7 +96,7 @@ class ProgramRun:
             self._steps, program.rows, None if program.made_up else program.length
         )
         recorder = self._tracer.recorder
-        self._generation = Generation(self._steps, recorder)
+        self._generation = Generating(self._steps, recorder)
         self._vllm = Vllm(program.gpu, self._steps, recorder, self._models.config)
         self._compiles = False
         self._forks: dict[tuple[int, int, int], Fork] = {}
@@ -110,7 +110,7 @@ class ProgramRun:
 
     def read(self) -> frozenset[str]:
         """The files that the program and its forks have read, or looked for."""
-        return self._read | self._surroundings.read()
+        return self._read
 
     def answered(self, answer: Callable[[ProgramRun], Any]) -> Any:
         """Run the program, and answer where it makes its first model, by ``start``.

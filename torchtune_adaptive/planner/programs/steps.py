@@ -47,6 +47,10 @@ class ProgramSteps:
         self._tracer, self._recorder = tracer, tracer.recorder
         self._begins, self._finished = begins, finished
         self._parts: list[RecordedStep] = []
+        self._ahead: list[set[int]] = []
+        """Blocks of each part that are made after its step, as the next batch may be."""
+        self._done = 0
+        """The events of this part up to the end of its step."""
         self._stage = "set-up"
         self._between = True
         self._log: OperationLog | None = None
@@ -116,7 +120,9 @@ class ProgramSteps:
     def enough(self) -> int:
         """How many steps tell the same as these."""
         try:
-            one, other = (_closed(self._parts[:end], 1)[1].renumbered() for end in (-1, None))
+            one, other = (
+                _closed(self._parts[:end], self._ahead, 1)[1].renumbered() for end in (-1, None)
+            )
         except NotRegular:
             return WANTED
         return WANTED - (one.events == other.events and not self._generating)
@@ -124,7 +130,7 @@ class ProgramSteps:
     def _closed(self, parts: Sequence[RecordedStep], width: int) -> tuple[StartUp, RecordedStep]:
         if self._generating and len(parts) - 1 not in self._generating:
             raise NotRegular("a step generates what more than a few steps are about")
-        return _closed(parts, width)
+        return _closed(parts, self._ahead, width)
 
     @property
     def begun(self) -> bool:
@@ -190,6 +196,8 @@ class ProgramSteps:
         ):
             return
         self.taken += 1
+        self._done = len(self._recorder.events)
+        self._recorder.category = Recorder.INPUTS
         self._between = True
         if self.taken == 1:
             self._recorder.relabel(state_of([optimizer]), Recorder.OPTIMIZER)
@@ -203,6 +211,7 @@ class ProgramSteps:
         if self._log is not None:
             part = part._replace(operations=self._log.finish())
         self._parts.append(part)
+        self._ahead.append(_made(part.events[self._done :]))
         gc.disable()  # or when reference cycles are freed would depend on chance
         gc.freeze()
         if len(self._parts) > self.wanted:
@@ -218,7 +227,9 @@ class ProgramSteps:
         self._heard.__enter__()
 
 
-def _closed(parts: Sequence[RecordedStep], width: int) -> tuple[StartUp, RecordedStep]:
+def _closed(
+    parts: Sequence[RecordedStep], ahead: Sequence[set[int]], width: int
+) -> tuple[StartUp, RecordedStep]:
     """What precedes the last parts, so many as repeat, and the one of them in which most is allocated, as a
     step which leaves nothing behind."""
     begin = len(parts) - width
@@ -226,24 +237,29 @@ def _closed(parts: Sequence[RecordedStep], width: int) -> tuple[StartUp, Recorde
         raise NotRegular("no step follows the first one")
     made = {event.block: event for part in parts for event in part.events if event.nbytes >= 0}
     labels = {block: label for part in parts for block, label in part.labels.items()}
-    new = [{event.block for event in part.events if event.nbytes >= 0} for part in parts]
+    new = [_made(part.events) for part in parts]
     gone = [{event.block for event in part.events if event.nbytes < 0} for part in parts]
     taken = _all(gone[begin:]).difference(*new[begin:])
     left = _all(new[begin:]).difference(*gone[begin:])
     if _sizes(taken, made) != _sizes(left, made):
         raise NotRegular(f"a step leaves {len(left)} blocks behind, and deletes {len(taken)}")
+    held = ahead[begin - 1].difference(*gone)  # until a later step
     steps = []
     for at in range(begin, len(parts)):
-        there = sorted(taken.union(*new[begin:at]).difference(*gone[begin:at]))
+        there = sorted(taken.union(held, *new[begin:at]).difference(*gone[begin:at]))
         ends = sorted(new[at].union(there) - gone[at])
         events = [*(made[block] for block in there), *parts[at].events, *map(_freed, ends)]
         named = {**parts[at].labels, **{block: labels[block] for block in there}}
         steps.append(RecordedStep(events, named, parts[at].operations))
     # What a later step deletes is there no more when one begins.
-    ends = sorted(_all(gone[2:]) & _all(new[:2]))
+    ends = sorted((_all(gone[2:]) | held) & _all(new[:2]))
     set_up, first = parts[:2]
     start_up = StartUp(set_up, RecordedStep([*first.events, *map(_freed, ends)], first.labels))
     return start_up, max(steps, key=RecordedStep.most_in_use)
+
+
+def _made(events: Sequence[MemoryEvent]) -> set[int]:
+    return {event.block for event in events if event.nbytes >= 0}
 
 
 def _all(blocks: Sequence[set[int]]) -> set[int]:

@@ -41,21 +41,17 @@ class Surroundings:
         self._folder = os.path.join(self._all, "0")
         self._scratch = (self._all, "/dev/", "/proc/", "/sys/")
         self._read: set[str] = set()
-        self._modules: set[str] = set()
-        """Modules that the process has had which this one is a fork of."""
 
     def close(self) -> None:
         shutil.rmtree(self._all, ignore_errors=True)
 
     def read(self) -> frozenset[str]:
-        """The files that were read or looked for, modules among them, in this process or its fork."""
-        modules = [sys.modules.get(name) for name in sys.modules.keys() - self._modules]
-        sources = (getattr(module, "__file__", None) for module in modules)
+        """The files that were read or looked for, modules among them."""
+        sources = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
         return frozenset(self._read.union(str(path) for path in sources if path))
 
     def forked(self) -> None:
         """This process is a fork, which goes on with what has been written, and writes for itself."""
-        self._read, self._modules = set(), set(sys.modules)
         before, self._folder = self._folder, os.path.join(self._all, str(os.getpid()))
         if _lexists(before):
             shutil.copytree(before, self._folder, symlinks=True)
