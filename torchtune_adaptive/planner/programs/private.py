@@ -155,6 +155,11 @@ def _detach_alike(tensor: Any) -> Any:
     return detached
 
 
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Call a function where the backward pass ends that runs now (torch 2.13), as DDP waits there."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def of_configs(kind: Any) -> Callable[..., Any]:
     """What makes a model of a config for transformers (5.23): of the class, the config and options."""
     return kind._from_config.__func__

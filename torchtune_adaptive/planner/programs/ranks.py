@@ -23,6 +23,7 @@ from torchtune_adaptive.core import divided
 from torchtune_adaptive.planner.private import FakeTensor
 from torchtune_adaptive.planner.programs.imports import put
 from torchtune_adaptive.planner.programs.known import note, values_of
+from torchtune_adaptive.planner.programs.private import when_backward_ends
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.recorder import Recorder
 
@@ -238,8 +239,13 @@ class _Bucket:
         self._missing.discard(place)
         if self._missing:
             return
-        dist.all_reduce(self.memory, group=model.process_group)
+        self._missing = {*range(len(self._parameters))}
+        work = dist.all_reduce(self.memory, group=model.process_group, async_op=True)
+        when_backward_ends(partial(self._summed, work))
+
+    @torch.no_grad()
+    def _summed(self, work: Any) -> None:
+        work.wait()
         for one, its in zip(self._parameters, self._parts, strict=True):
             if one.grad is not its and one.grad is not None:
                 one.grad.copy_(its)
-        self._missing = {*range(len(self._parameters))}
