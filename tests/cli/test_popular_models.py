@@ -1,52 +1,35 @@
-"""``plan --trainer SFTTrainer`` plans tiny copies of popular models, or says by name why it does not."""
+"""``plan --trainer SFTTrainer`` plans tiny copies of popular models, or says why it does not."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.helpers.popular_models import (
-    LOOPS,
-    POPULAR,
-    REFUSALS,
-    WORDS,
-    Popular,
-    answer,
-    as_table,
-    write_tiny,
-)
-from tests.helpers.torchvision import FOLDER
-from torchtune_adaptive.planner import processes
+from tests.helpers.popular_models import POPULAR, REFUSALS, WORDS, as_table, write_tiny
+from tests.helpers.program_commands import plan, run
 
 ROOT = Path(__file__).parents[2]
-Call = Callable[..., Future[Any]]
+PARTS = 20
+"""A few models each, as one takes some 15 seconds."""
 
 
-@pytest.fixture(scope="module")
-def call() -> Iterator[Call]:
-    # transformers cannot use the torchvision that tests of torchtune's models have put there.
-    elsewhere = [folder for folder in sys.path if folder != str(FOLDER)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", elsewhere)
-        with processes("tests.helpers.preload_transformers") as found:
-            yield found
-
-
-@pytest.mark.rotating(2)
-@pytest.mark.parametrize("model", POPULAR, ids=lambda model: model.name)
-def test_a_model_is_planned_or_refused_by_name(model: Popular, call: Call, tmp_path: Path) -> None:
-    write_tiny(tmp_path, model)
-    if model.answer in REFUSALS:
-        status, said = call(answer, str(tmp_path), ()).result(300)
-        assert status == 2 and REFUSALS[model.answer] in said, said
-    if model.answer != LOOPS:
-        status, said = call(answer, str(tmp_path), WORDS[model.answer]).result(300)
-        assert status == 0 and "per_device_train_batch_size 8: FITS" in said, said
+@pytest.mark.exhaustive
+@pytest.mark.runs
+@pytest.mark.parametrize("part", range(PARTS))
+def test_models_are_planned_or_refused(part: int, beside_trl: Path, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    for model in POPULAR[part::PARTS]:
+        folder = tmp_path / model.name
+        write_tiny(folder, model)
+        words = ("--hf", ".", "--trainer", "SFTTrainer", "max_length=32")
+        if model.answer in REFUSALS:
+            command = ("-m", "torchtune_adaptive", "plan", "--gpu", "h100", *words)
+            done = run(beside_trl, folder, *command, XDG_CACHE_HOME=cache)
+            assert done.returncode and REFUSALS[model.answer] in done.stderr, model.name
+        words = (*words, *WORDS[model.answer])
+        found = plan(beside_trl, folder, *words, XDG_CACHE_HOME=cache)
+        assert found["verdict"] == "FITS", model.name
 
 
 def test_the_page_has_all_models() -> None:

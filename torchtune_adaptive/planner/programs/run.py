@@ -331,8 +331,8 @@ def _no(*_: Any) -> bool:
 def _said(name: str, error: BaseException) -> str:
     """What a program's error says, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages" not in frame.filename]
-    own = [frame for frame in own if f"{os.sep}planner{os.sep}" not in frame.filename]
+    others = "site-packages", f"{os.sep}planner{os.sep}", "<frozen "
+    own = [frame for frame in frames if not any(name in frame.filename for name in others)]
     at = own[-1] if own else (frames[-1] if frames else None)
     where = f" ({os.path.basename(at.filename)}:{at.lineno})" if at else ""
     traceback.print_exception(error, file=sys.__stderr__)

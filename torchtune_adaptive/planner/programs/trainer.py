@@ -11,6 +11,7 @@ import inspect
 import json
 import pkgutil
 import sys
+import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,7 +92,7 @@ def _modules_of_trl() -> Iterator[Any]:
 
 def _sorted(settings: dict[str, Any], config: Any) -> dict[str, Any]:
     """Settings by what they are of."""
-    of_trainer = inspect.signature(config).parameters
+    of_trainer, declared = inspect.signature(config).parameters, typing.get_type_hints(config)
     lora, bits = settings.get("lora"), settings.get("load_in_4bit") or settings.get("load_in_8bit")
     found: dict[str, Any] = {"arguments": {}, "adapters": {}, "quantization": {}, "loading": {}}
     known: dict[str, Any] = {"loading": _LOADING, "arguments": of_trainer}
@@ -109,12 +110,20 @@ def _sorted(settings: dict[str, Any], config: Any) -> dict[str, Any]:
                 f"{name}: {value!r}, but neither {config.__name__} nor the model or its adapters have such "
                 "a setting. Leave it out."
             )
+        if part == "arguments":
+            value = _as_declared(value, declared.get(name))
         found[part][name] = value
     if not lora:
         found["adapters"] = None
     if not bits:
         found["quantization"] = {}
     return found
+
+
+def _as_declared(value: Any, kind: Any) -> Any:
+    """A value as the trainer's command line reads it, where 0 is 0.0 for what has to be a float."""
+    kinds = typing.get_args(kind) or (kind,)
+    return float(value) if type(value) is int and float in kinds and int not in kinds else value
 
 
 _OURS = ("max_length", "padded", "lora", "max_prompt_length", "prepare_for_kbit_training")
