@@ -204,10 +204,6 @@ def test_nothing_of_a_page_is_elsewhere_and_no_name_is_taken_for_html() -> None:
         (["tiny/full", "--html", "."], "is a folder"),
         (["tiny/full", "--fastest", "--html", "p.html"], "--fastest is about many"),
         (["tiny/grpo", "--html", "p.html"], "a page shows steps alone"),
-        (
-            ["--hf", ".", "--trainer", "GRPOTrainer", "--html", "p.html"],
-            "--html: 'p.html' is not for this step",
-        ),
     ],
 )
 def test_there_is_a_reason_where_there_is_no_page(

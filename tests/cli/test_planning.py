@@ -346,15 +346,6 @@ def test_an_interruption_before_the_first_answer_is_said_in_a_line(
     assert capsys.readouterr().err.endswith("plan: interrupted before the first answer\n")
 
 
-def test_only_what_must_be_traced_has_an_estimate() -> None:
-    answers = Answers(False)
-    remembered, traced = Future[int](), Future[int]()
-    remembered.set_result(1)
-    assert not answers.must_trace(remembered)
-    threading.Timer(0.1, answers._begun.set_result, [None]).start()
-    assert answers.must_trace(traced)
-
-
 def test_known_gpus_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_command(asked(["--list_gpus"])) == 0
     header, *rows = capsys.readouterr().out.splitlines()

@@ -13,6 +13,7 @@ from tests.helpers.hugging_face import LLAMA_1B, written
 from tests.helpers.planning import asked
 from tests.helpers.trainer_files import FOLDER, changed, given
 from torchtune_adaptive.cli import plan_options
+from torchtune_adaptive.cli.asked_program import AskedProgram
 from torchtune_adaptive.cli.other_trainers import files
 from torchtune_adaptive.cli.other_trainers.files import TrainerFile, read_file, recognized
 from torchtune_adaptive.cli.plan_options import plan_command
@@ -136,14 +137,17 @@ def test_a_file_is_a_program_whose_rows_are_made_up(
 ) -> None:
     told: list[Any] = []
 
-    def noted(arguments: argparse.Namespace, ranks: int | None, gpu: str, *others: Any) -> str:
-        told.append((arguments.program, ranks, gpu, others[-1]))
+    def noted(_: argparse.Namespace, asked: AskedProgram, *others: Any) -> str:
+        told.append(asked)
         return "FITS"
 
     monkeypatch.setattr(plan_options, "plan_of_program", noted)
     file = changed(tmp_path, "trl_sft/full")
     model = str(written(tmp_path, LLAMA_1B))
     assert plan_command(asked([str(file), "--hf", model, "--gpu", "2x4090"])) == 0
-    [(words, ranks, gpu, title)] = told
-    assert (ranks, gpu, title) == (2, "4090", f"{file.name} (TRL)")
+    [one] = told
+    program, words = one.program, one.program.words
+    assert (program.ranks, program.gpu.name) == (2, "rtx4090-24gb")
+    assert program.made_up and program.title == f"{file.name} (TRL)"
+    assert one.command == (str(file),)
     assert words[:2] == ("-m", "torchtune_adaptive.cli.other_trainers.trl")
