@@ -13,13 +13,13 @@ SLACK = 20
 """Lines that a package may be smaller than its number, so that not each line that is deleted changes it."""
 
 LINES = {
-    "cli": 6520,
+    "cli": 4809,
     "common": 1712,
-    "core": 8783,
+    "core": 8720,
     "integrations": 5083,
-    "library": 6693,
+    "library": 2761,
     "planner": 7581,
-    "recipe": 21360,
+    "recipe": 21227,
     "recipes": 288,
     "torchtune_adaptive": 272,
 }
@@ -60,7 +60,12 @@ GROWN: list[tuple[str, int, str]] = [
     (
         "planner",
         3953,
-        "programs run on a device that is not there; what describes their trainers goes as these agree",
+        "programs run on a device that is not there, in the place of what described their trainers",
+    ),
+    (
+        "planner",
+        928,
+        "trainers by settings, files of others, generation and vLLM are programs; plans are remembered",
     ),
     ("torchtune_adaptive", 3, "when a schedule of one's own counts is said"),
 ]
