@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.common.named_files import saving_through
     from torchtune_adaptive.common.number_rows import packed_rows, unpacked_rows
     from torchtune_adaptive.common.own_folder import make_own_folder, remove_unused, use_folder
-    from torchtune_adaptive.common.tested_versions import about_versions, check_versions
+    from torchtune_adaptive.common.tested_versions import check_versions
     from torchtune_adaptive.common.text import (
         AMOUNT_OF_MEMORY,
         amount_of_memory,

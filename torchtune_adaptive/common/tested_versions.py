@@ -20,11 +20,6 @@ TESTED = {
 }
 """The lowest versions that the tests pass with, and the newest. Gradients would silently be others below:
 transformers 5.4 scales the loss in ``accelerator.backward`` as well."""
-PLANNED = {name: newest for name, (_, newest) in TESTED.items()} | {
-    "peft": "0.21",
-    "bitsandbytes": "0.50",
-}
-"""The versions with which planned steps were compared."""
 
 
 def check_versions(*names: str, **at_least: str) -> None:
@@ -45,15 +40,3 @@ def check_versions(*names: str, **at_least: str) -> None:
                 f"torchtune_adaptive has been tested with {name} {newest}, and {installed} is installed.",
                 stacklevel=2,
             )
-
-
-def about_versions(*names: str) -> tuple[str, ...]:
-    """Which versions are installed, and a warning for each that no plan was compared with, for people."""
-    found = versions_of(*names)
-    here = ", ".join(f"{name} {installed or 'none'}" for name, installed in found.items())
-    warned = (
-        f"WARNING: no plan was compared with {name} {installed}: the step is that of {name} {PLANNED[name]}"
-        for name, installed in found.items()
-        if installed and installed.split(".")[:2] != PLANNED[name].split(".")
-    )
-    return (f"installed: {here}", *warned)

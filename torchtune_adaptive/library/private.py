@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 # Fake tensors have shapes, but no memory; dispatch modes see each operation; trees are nested arguments.
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-
-# The product of two matrices of integers of 8 bits (checked on torch 2.13).
-int_mm = torch._int_mm
 
 
 def saved(node: Any, name: str, default: Any = None) -> Any:
@@ -42,26 +38,3 @@ def scaler_of(optimizer: Any) -> Any:
     strategy = getattr(optimizer, "_strategy", None)
     plugin = getattr(strategy, "precision", None) or getattr(strategy, "precision_plugin", None)
     return getattr(plugin or optimizer, "scaler", None)
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model of transformers (5.23), by the names of the classes that are not to be split."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def attends_by_sdpa(model: Any) -> bool:
-    """Whether a model of transformers (5.23) computes attention by torch's function for it."""
-    return getattr(model.config, "_attn_implementation", None) == "sdpa"
-
-
-def converted_like(model_type: str) -> str:
-    """The type of model whose checkpoints of transformers 4 are converted as those of this one (5.23), as
-    PEFT reads it; empty if there is none."""
-    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
-
-    types: dict[str, str] = {
-        **_MODEL_TO_CONVERSION_PATTERN,
-        "mixtral": "mixtral",
-    }  # which PEFT adds
-    return types.get(model_type, "")

@@ -36,8 +36,6 @@ class Listener(Protocol):
 
     times: float
     """How many times what is done now is done."""
-    repeating: bool
-    """Whether the backward pass repeats what is done now."""
 
     def synchronize(self, kind: str, stream: int, event: int) -> None: ...
 
@@ -186,20 +184,6 @@ def repeated(times: float) -> Iterator[None]:
         yield
     finally:
         listener.times = before
-
-
-@contextmanager
-def repeating() -> Iterator[None]:
-    """A context in which the backward pass repeats what the forward pass has done."""
-    listener = _here.listener
-    if listener is None:
-        yield
-        return
-    before, listener.repeating = listener.repeating, True
-    try:
-        yield
-    finally:
-        listener.repeating = before
 
 
 def current_stream(device: Any = None) -> FakeStream:

@@ -78,7 +78,7 @@ class OperationLog:
 
     ``layer`` is the number of the layer whose forward pass is running, from 1; else 0. In the backward pass
     that is a repetition. So is whatever else has gradients enabled there. Functions with a backward pass of
-    their own disable them: outside of layers, these are repetitions where ``repeating`` says it.
+    their own disable them: outside of layers, these are no repetitions.
     """
 
     def __init__(
@@ -92,8 +92,6 @@ class OperationLog:
         self._phase, self._layer = phase, layer
         self.times: float = 1
         """How many times what is noted now is done."""
-        self.repeating = False
-        """Whether the backward pass repeats what is noted now."""
         self._parts: list[list[Entry]] = [[]]
         self._signatures: dict[Any, _Signature] = {}
 
@@ -266,8 +264,7 @@ class OperationLog:
         if self._phase() != "backward":
             return 0
         begins = name == "ones_like"  # the gradient of the loss: it repeats nothing
-        repeats = torch.is_grad_enabled() or self.repeating
-        elsewhere = ELSEWHERE if repeats and not begins else 0
+        elsewhere = ELSEWHERE if torch.is_grad_enabled() and not begins else 0
         return self._layer() or elsewhere
 
     def _by_block(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
