@@ -168,8 +168,9 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
     """A row for one of TRL's trainers, which cut off what is longer than they allow."""
     tokens = [_TOKEN] * length
     text = f" {_WORD}" * (length - 1)
-    pair = {"prompt": _WORD, "chosen": text, "rejected": text}
+    pair = {"prompt": _WORD, "chosen": text, "rejected": text, "reference": text}
     row = {"input_ids": tokens, "labels": tokens, "attention_mask": [1] * length}
+    talk = [{"role": "user", "content": _WORD}, {"role": "assistant", "content": text}]
     media = dict.fromkeys(("images", "videos", "audios"))
     by_trainer: dict[str, dict[str, Any]] = {
         "SFT": row,
@@ -179,7 +180,8 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
         | media,
         "KL": {**row, **{f"kl_{name}": row[name] for name in row}, "kto_tags": first, **media},
         "PPO": row,
-        **dict.fromkeys(("DPO", "IPO", "ORPO", "SIMPO"), pair),
+        **dict.fromkeys(("GKD", "GOLD", "IWOPD"), {"messages": talk}),
+        **dict.fromkeys(("DPO", "IPO", "ORPO", "SIMPO", "CPO", "TPO"), pair),
     }
     return by_trainer.get(kind, {"text": text, "prompt": text, "solution": _WORD})
 

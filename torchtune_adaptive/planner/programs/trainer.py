@@ -12,7 +12,6 @@ import json
 import pkgutil
 import sys
 import typing
-from collections.abc import Iterator
 from typing import Any
 
 from torchtune_adaptive.common import NoPrediction
@@ -76,18 +75,22 @@ def _trainer(name: str) -> tuple[Any, Any]:
     if name in ("Trainer", "Seq2SeqTrainer"):
         arguments = name.replace("Trainer", "TrainingArguments")
         return getattr(transformers, name), getattr(transformers, arguments)
-    for module in _modules_of_trl():
-        if hasattr(module, name):
-            return getattr(module, name), getattr(module, name.replace("Trainer", "Config"))
+    import trl
+
+    for owner in (trl, _experimental(name)):
+        if hasattr(owner, name):
+            return getattr(owner, name), getattr(owner, name.replace("Trainer", "Config"))
     raise NoPrediction(f"trainer: {name!r} is not one of transformers or TRL. Use SFTTrainer, say.")
 
 
-def _modules_of_trl() -> Iterator[Any]:
-    trl = importlib.import_module("trl")
-    yield trl
+def _experimental(name: str) -> Any:
+    """The module of TRL's experimental ones that has a trainer, as they are named; None if none may."""
     experimental = importlib.import_module("trl.experimental")
+    kind = name.removesuffix("Trainer").lower()
     for found in pkgutil.iter_modules(experimental.__path__):
-        yield importlib.import_module(f"trl.experimental.{found.name}")
+        if found.name.replace("_", "") == kind:
+            return importlib.import_module(f"trl.experimental.{found.name}")
+    return None
 
 
 def _sorted(settings: dict[str, Any], config: Any) -> dict[str, Any]:
