@@ -112,6 +112,7 @@ OF_DATA = """
 mask = labels != -100
 kept = model(tokens)[mask]
 assert kept.shape[0] == mask.sum() == len(labels[mask].tolist())
+assert labels[..., [-1]].tolist() == labels[:, -1:].tolist()
 if mask.all():
     raise AssertionError("one row is shorter")
 else:

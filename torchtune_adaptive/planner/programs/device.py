@@ -68,6 +68,7 @@ class Face(TorchFunctionMode):
             _Tensor.pin_memory: lambda tensor, *_: tensor,
             _Tensor.is_cuda.__get__: lambda tensor: is_on_device(tensor),  # type: ignore
             _Tensor.get_device: lambda tensor: 0 if is_on_device(tensor) else -1,
+            **{one: _indexing(one) for one in (_Tensor.__getitem__, _Tensor.__setitem__)},
             **{one: self._finite(one, False) for one in (torch.isnan, torch.isinf)},
             **{one: self._finite(one, False) for one in (_Tensor.isnan, _Tensor.isinf)},
             **{one: self._finite(one, True) for one in (torch.isfinite, _Tensor.isfinite)},
@@ -136,6 +137,22 @@ class Face(TorchFunctionMode):
             return result
 
         return answer
+
+
+def _indexing(func: Any) -> Callable[..., Any]:
+    """``func`` with lists of numbers as indices, which torch copies to the device where no mode sees it."""
+
+    def copied(index: Any, device: torch.device) -> Any:
+        numbers = type(index) is list and index and all(isinstance(one, int) for one in index)
+        return torch.tensor(index).to(device) if numbers else index
+
+    def indexed(tensor: torch.Tensor, index: Any, *value: Any) -> Any:
+        device = tensor.device
+        if type(index) is tuple:
+            return func(tensor, tuple(copied(one, device) for one in index), *value)
+        return func(tensor, copied(index, device), *value)
+
+    return indexed
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:

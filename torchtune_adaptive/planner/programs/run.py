@@ -331,9 +331,10 @@ def _no(*_: Any) -> bool:
 def _said(name: str, error: BaseException) -> str:
     """What a program's error says, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    others = "site-packages", f"{os.sep}planner{os.sep}", "<frozen "
-    own = [frame for frame in frames if not any(name in frame.filename for name in others)]
-    at = own[-1] if own else (frames[-1] if frames else None)
+    ours = f"{os.sep}planner{os.sep}", "<frozen "
+    others = [frame for frame in frames if not any(name in frame.filename for name in ours)]
+    own = [frame for frame in others if "site-packages" not in frame.filename]
+    at = next(reversed(own or others or frames), None)
     where = f" ({os.path.basename(at.filename)}:{at.lineno})" if at else ""
     traceback.print_exception(error, file=sys.__stderr__)
     kind = type(error).__name__
