@@ -170,7 +170,8 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
     text = f" {_WORD}" * (length - 1)
     pair = {"prompt": _WORD, "chosen": text, "rejected": text, "reference": text}
     row = {"input_ids": tokens, "labels": tokens, "attention_mask": [1] * length}
-    talk = [{"role": "user", "content": _WORD}, {"role": "assistant", "content": text}]
+    said = [{"role": "user", "content": _WORD}, {"role": "assistant", "content": text}]
+    talk = {"messages": said}
     media = dict.fromkeys(("images", "videos", "audios"))
     by_trainer: dict[str, dict[str, Any]] = {
         "SFT": row,
@@ -180,7 +181,7 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
         | media,
         "KL": {**row, **{f"kl_{name}": row[name] for name in row}, "kto_tags": first, **media},
         "PPO": row,
-        **dict.fromkeys(("GKD", "GOLD", "IWOPD"), {"messages": talk}),
+        **dict.fromkeys(("GKD", "GOLD", "IWOPD"), talk),
         **dict.fromkeys(("DPO", "IPO", "ORPO", "SIMPO", "CPO", "TPO"), pair),
     }
     return by_trainer.get(kind, {"text": text, "prompt": text, "solution": _WORD})
