@@ -56,7 +56,7 @@ GROWN: list[tuple[str, int, str]] = [
         18,
         "what could not be saved is deleted before a launcher ends the ranks; one Ctrl-C is never two",
     ),
-    ("cli", 333, "plans of a program of one's own, by its command line"),
+    ("cli", 338, "plans of a program of one's own, by its command line"),
     (
         "planner",
         3953,

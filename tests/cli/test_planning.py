@@ -346,6 +346,12 @@ def test_an_interruption_before_the_first_answer_is_said_in_a_line(
     assert capsys.readouterr().err.endswith("plan: interrupted before the first answer\n")
 
 
+def test_the_gpu_of_this_machine_is_for_configs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_command(asked(["tiny/full", "--gpu", "here"])) == 2
+    assert "is a simulated device" in capsys.readouterr().err, "it is looked for"
+    assert plan_command(asked(["train.py", "--gpu", "here"])) == 2
+
+
 def test_known_gpus_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_command(asked(["--list_gpus"])) == 0
     header, *rows = capsys.readouterr().out.splitlines()

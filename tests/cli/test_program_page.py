@@ -169,3 +169,12 @@ def test_what_follows_from_one_gpu_has_no_others(tmp_path: Path, run: dict[str, 
     path, page = str(written(tmp_path)), tmp_path / "p.html"
     assert plan_command(asked([path, "--html", str(page), "--gpu", "h100"])) == 0
     assert [one["name"] for one in facts_of(page)["devices"]] == ["h100-80gb"]
+
+
+def test_there_is_none_where_rows_go_together(
+    tmp_path: Path, run: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run["about"] = run["about"]._replace(seen=Seen(8, 512, 8, unit=4))
+    path, page = str(written(tmp_path)), tmp_path / "p.html"
+    assert plan_command(asked([path, "--html", str(page)])) == NO_ANSWER
+    assert "needs rows in multiples of 4" in capsys.readouterr().err and not page.exists()

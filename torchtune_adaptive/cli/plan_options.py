@@ -211,9 +211,11 @@ def _asked_program(
 ) -> AskedProgram | None:
     """The program that is to be planned; None for a config of torchtune's. ``stack`` removes what is written
     for it."""
+    file = None if arguments.program else _trainer_file(arguments)
+    if not (arguments.program or file or arguments.hf):
+        return None
     kind = gpus.gpu(arguments.gpu or gpus.DEFAULT)
-    assume = assumed(arguments.assume or ())
-    common = {"assumed": assume, "shows": arguments.show_output}
+    common = {"assumed": assumed(arguments.assume or ()), "shows": arguments.show_output}
     own = {**common, "ranks": ranks, "rows": arguments.rows, "length": arguments.seq_len}
     if arguments.program:
         for name in ("hf", "trainer", "method", "accelerate"):
@@ -224,17 +226,15 @@ def _asked_program(
             raise ConfigError("plan", arguments.words[0], "stands before a program", remedy)
         require_program(arguments.program)
         return AskedProgram(programs.Program(arguments.program, kind, **own), arguments.program)
-    if file := _trainer_file(arguments):
+    if file:
         require_config(model_of(file.model).folder)
         folder = Path(stack.enter_context(TemporaryDirectory()))
         words = file.words(folder)
         program = programs.Program(words, kind, made_up=True, title=file.title, **own)
         changes = [word for word in arguments.words if "=" in word]
         return AskedProgram(program, (str(file.path), *changes))
-    if arguments.hf:
-        model = model_of(arguments.hf)  # last, as the Hub may be asked
-        return asked_trainer(arguments, model, kind, ranks or 1)
-    return None
+    model = model_of(arguments.hf)  # last, as the Hub may be asked
+    return asked_trainer(arguments, model, kind, ranks or 1, **common)
 
 
 def _trainer_file(arguments: argparse.Namespace) -> TrainerFile | None:

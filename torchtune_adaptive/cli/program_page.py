@@ -50,6 +50,11 @@ def write_program_page(
             f"--html: no DataLoader makes the batches of {asked.program.name}, so no other sizes are "
             "planned. Leave it out."
         )
+    if (unit := plan.about.seen.unit) > 1:
+        raise NoPrediction(
+            f"--html: {asked.program.name} needs rows in multiples of {unit}, which a page does not have. "
+            "Leave it out."
+        )
     own = plan.answers[0].device
     # What is told about the machine is about one GPU.
     offered = () if devices.machine.is_told else names_to_choose(arguments.compare)

@@ -22,9 +22,9 @@ _STRINGS = ("optim", "dtype")
 
 
 def asked_trainer(
-    arguments: argparse.Namespace, model: GivenModel, gpu: gpus.Gpu, ranks: int
+    arguments: argparse.Namespace, model: GivenModel, gpu: gpus.Gpu, ranks: int, **others: Any
 ) -> AskedProgram:
-    """The trainer that options describe.
+    """The trainer that options describe; ``others`` are of its program.
 
     Raises:
         ConfigError: an option or a setting cannot work.
@@ -49,7 +49,7 @@ def asked_trainer(
     typed = [word for name, value in options if value for word in (name, value)]
     kept = [word for word in arguments.words if not word.startswith((f"{_ROWS}=", "max_length="))]
     return AskedProgram(
-        step.program(gpu, shows=arguments.show_output),
+        step.program(gpu, **others),
         ("--hf", model.given, *typed, *kept),
         rows_key=_ROWS,
         settings=step.settings,

@@ -95,9 +95,8 @@ class ProgramAnswers:
                 "planned. Leave it out."
             )
         given = self._devices(devices)
-        few = (
-            self._sizes[0] > TracedRun.ROWS[0]
-        )  # fewer rows than follow from others take a run each
+        # Fewer rows than follow from others take a run each.
+        few = self._sizes[0] > TracedRun.ROWS[0]
         return step_table.table_of(self._traced, self._question(*given[0]), given, rows, few)
 
     def _devices(self, devices: Devices) -> list[tuple[DeviceLimits, Pace | None]]:
