@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.torchvision import without_torchvision
 from torchtune_adaptive.planner import DeviceLimits, gpus, planned_gpu
 from torchtune_adaptive.planner.programs import Program, ProgramPlan, plan_program
 
@@ -88,7 +89,8 @@ def written(
 
 def planned(path: Path, *words: str, **options: Any) -> ProgramPlan:
     program = Program((str(path), *words), **{"gpu": H100, "cache": False, **options})
-    return plan_program(program, on_part_of_h100, timeout=120)
+    with without_torchvision():
+        return plan_program(program, on_part_of_h100, timeout=120)
 
 
 def on_part_of_h100(ranks: int) -> list[tuple[DeviceLimits, None]]:
