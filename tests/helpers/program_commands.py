@@ -34,7 +34,7 @@ def run(
         env={**os.environ, **own, "HF_HUB_OFFLINE": "1", **variables},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
 
 

@@ -79,10 +79,12 @@ def test_other_rows_follow_from_what_is_remembered(tmp_path: Path, runs: list[st
 
 REMEMBERED = """
 import sys
-from tests.helpers.programs import H100, on_part_of_h100
+from torchtune_adaptive.planner import gpus, planned_gpu
 from torchtune_adaptive.planner.programs import Program, remembered_plan
 
-assert remembered_plan(Program((sys.argv[1],), H100), on_part_of_h100) is not None
+h100 = gpus.gpu("h100")
+devices = lambda ranks: [(planned_gpu(h100, ranks, 0.05)[0], None)]
+assert remembered_plan(Program((sys.argv[1],), h100, ceiling=64), devices) is not None
 assert "torch" not in sys.modules
 """
 
@@ -92,7 +94,7 @@ def test_an_answer_that_is_remembered_takes_no_torch(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     path = written(tmp_path)
-    planned(path)
+    planned(path, ceiling=64)
     subprocess.run([sys.executable, "-c", REMEMBERED, str(path)], check=True)
 
 

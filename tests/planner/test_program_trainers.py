@@ -18,7 +18,7 @@ HELPERS = ROOT / "tests" / "helpers"
 PEAKS = json.loads((ROOT / "tests" / "data" / "trainer_peaks.json").read_text())
 PARTS = 20
 """A few cases each, as a case takes half a minute."""
-NAMES = [name for name in PEAKS if not CASES[name].get("use_liger_kernel")]
+NAMES = [*PEAKS]
 
 
 def allocated(python: Path, folder: Path, names: list[str]) -> dict[str, int]:
@@ -43,14 +43,6 @@ def allocated(python: Path, folder: Path, names: list[str]) -> dict[str, int]:
 def test_trainers_take_what_they_took(part: int, beside_trl: Path, tmp_path: Path) -> None:
     names = NAMES[part::PARTS]
     for name, found in allocated(beside_trl, tmp_path, names).items():
-        assert found == pytest.approx(PEAKS[name]["run"], rel=0.001), name
-
-
-@pytest.mark.exhaustive
-@pytest.mark.runs
-def test_trainers_take_what_they_took_with_liger(beside_liger: Path, tmp_path: Path) -> None:
-    names = [name for name in PEAKS if name not in NAMES][:3]
-    for name, found in allocated(beside_liger, tmp_path, names).items():
         assert found == pytest.approx(PEAKS[name]["run"], rel=0.001), name
 
 
