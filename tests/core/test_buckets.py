@@ -29,7 +29,7 @@ from tests.helpers.replicas import (
 )
 from torchtune_adaptive import AdaptiveStep, UsageError
 from torchtune_adaptive.core import private
-from torchtune_adaptive.core.ranks.buckets import Buckets, divided
+from torchtune_adaptive.core.ranks.buckets import Buckets, _divided
 
 
 @pytest.mark.ranks
@@ -347,9 +347,9 @@ def test_a_step_that_trains_other_parameters_has_other_buckets() -> None:
 def test_a_bucket_has_one_dtype_and_they_come_as_backward_completes_them() -> None:
     kinds = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
     parameters = [nn.Parameter(torch.zeros(256, 1024, dtype=kind)) for kind in kinds]
-    assert divided(parameters, 1 << 20) == [[4], [2], [3, 1], [0]]
-    assert divided(parameters, 25 << 20) == [[4], [3, 1], [2, 0]]
-    assert divided(parameters, 1) == [[4], [3], [2], [1], [0]]
+    assert _divided(parameters, 1 << 20) == [[4], [2], [3, 1], [0]]
+    assert _divided(parameters, 25 << 20) == [[4], [3, 1], [2, 0]]
+    assert _divided(parameters, 1) == [[4], [3], [2], [1], [0]]
 
 
 def test_gradients_are_laid_out_as_parameters(tmp_path: Any) -> None:

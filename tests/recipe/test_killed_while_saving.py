@@ -127,7 +127,9 @@ def test_wherever_a_run_is_killed_it_resumes_exactly(
     expected = copied[0][0]
     resumable: dict[str, Path] = {}
     for _, states, kept in copied:
-        assert len(states) * every > 30, "operations of several saves"
+        # What is written in the background is fewer files for the rank that does not lead.
+        least = 30 if changes == ASYNCHRONOUS else 40
+        assert len(states) * every > least, "operations of several saves"
         numbers = [number_of(state) for state in states]
         assert numbers == sorted(numbers), "what was resumed from once is never lost"
         assert all("the run is finished" in state for state in states if number_of(state) == 99)

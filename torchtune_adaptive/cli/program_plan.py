@@ -124,7 +124,6 @@ def _about(asked: AskedProgram, plan: programs.ProgramPlan) -> list[str]:
         elif seen.tokens > 1:
             row += f", {counted(seen.tokens, 'token')}"
         together = f", in multiples of {seen.unit}" if seen.unit > 1 else ""
-        together = f", in multiples of {seen.unit}" if seen.unit > 1 else ""
         lines.append(
             f"rows: {row}; a batch has such rows{together}, and one that is shorter where rows differ"
         )

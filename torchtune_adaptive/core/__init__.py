@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.device.memory import DeviceMemory, Usage
     from torchtune_adaptive.core.device.simulated import SimulatedMemory
     from torchtune_adaptive.core.ranks.agreement import Ranks
-    from torchtune_adaptive.core.ranks.buckets import divided
     from torchtune_adaptive.core.ranks.store import open_store_of_attempt
     from torchtune_adaptive.core.ranks.watchdog import Watchdog
     from torchtune_adaptive.core.rows.loader import Loader

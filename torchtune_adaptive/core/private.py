@@ -7,7 +7,7 @@ Each was checked on torch 2.11, 2.13 and 2.15, where it does not say otherwise.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -378,9 +378,3 @@ def end_workers(batches: Any) -> None:
     batches._shutdown_workers()
     for worker in batches._workers:
         worker.kill()  # unless it has ended: a dataset may wait for a disk, and SIGTERM is ignored
-
-
-def in_buckets(parameters: Sequence[torch.Tensor], sizes: list[int]) -> list[list[int]]:
-    """The places of the parameters in each bucket of ``DistributedDataParallel``. Checked on torch 2.13."""
-    sparse = [False] * len(parameters)
-    return dist._compute_bucket_assignment_by_size(list(parameters), sizes, sparse)[0]

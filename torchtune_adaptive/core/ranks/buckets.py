@@ -22,6 +22,7 @@ as in a loop of one's own, is told that nothing would be reduced: silence would 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -66,7 +67,7 @@ class Buckets:
         """Whether the wrapper has run outside of a step, to go backward and reduce gradients."""
         self._wrapped = weakref.ref(wrapped)  # which refers to this
         self._fills = wrapped.find_unused_parameters
-        members = divided(parameters, wrapped.bucket_bytes_cap)
+        members = _divided(parameters, wrapped.bucket_bytes_cap)
         self.members = members
         """The places of the parameters in each bucket."""
         self._bucket_of = {place: n for n, places in enumerate(members) for place in places}
@@ -216,13 +217,21 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
         handle.remove()
 
 
-def divided(parameters: Sequence[nn.Parameter], capacity: int) -> list[list[int]]:
+def _divided(parameters: Sequence[nn.Parameter], capacity: int) -> list[list[int]]:
     """The places of the parameters in each bucket, of one dtype on one device, in the order in which backward
     completes buckets: gradients come from the last parameter to the first."""
-    sizes = [min(_FIRST_BYTES, capacity), capacity]
-    buckets = private.in_buckets(parameters[::-1], sizes)
-    places = ([len(parameters) - 1 - place for place in bucket] for bucket in buckets)
-    return sorted(places, key=lambda bucket: -bucket[-1])
+    full: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    filled: Counter[tuple[torch.dtype, torch.device]] = Counter()  # bytes
+    for place in reversed(range(len(parameters))):
+        parameter = parameters[place]
+        kind = parameter.dtype, parameter.device
+        filling.setdefault(kind, []).append(place)
+        filled[kind] += parameter.nbytes
+        if filled[kind] >= (capacity if full else min(_FIRST_BYTES, capacity)):
+            full.append(filling.pop(kind))
+            del filled[kind]
+    return sorted([*full, *filling.values()], key=lambda places: -places[-1])
 
 
 def _flat(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

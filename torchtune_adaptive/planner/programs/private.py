@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.utils.data._utils import fetch
 
 from torchtune_adaptive.planner.private import FakeTensor
@@ -199,3 +200,9 @@ def let_serve(
     kind.get_server_info = lambda self: get("/server_info")["vllm_config"]
     kind._get = lambda self, url, **_: get(url)
     kind._post = lambda self, url, json=None: post(url, json or {})
+
+
+def in_buckets(parameters: Sequence[torch.Tensor], sizes: list[int]) -> list[list[int]]:
+    """The places of the parameters in each bucket of ``DistributedDataParallel``."""
+    sparse = [False] * len(parameters)
+    return dist._compute_bucket_assignment_by_size(list(parameters), sizes, sparse)[0]

@@ -19,13 +19,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.core import divided
 from torchtune_adaptive.planner.private import FakeTensor
 from torchtune_adaptive.planner.programs.imports import put
 from torchtune_adaptive.planner.programs.known import note, values_of
-from torchtune_adaptive.planner.programs.private import when_backward_ends
+from torchtune_adaptive.planner.programs.private import in_buckets, when_backward_ends
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.recorder import Recorder
+
+_FIRST_BUCKET = 1 << 20
+"""Bytes of the first bucket of ``DistributedDataParallel``, as its documentation has it."""
 
 
 def follow(ranks: int, recorder: Recorder) -> None:
@@ -178,11 +180,11 @@ class _Replicated:
         self.broadcast_buffers, self.require_backward_grad_sync = broadcast_buffers, True
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.device = next(module.parameters()).device
-        parameters = [one for one in module.parameters() if one.requires_grad]
+        parameters = [one for one in module.parameters() if one.requires_grad][::-1]
         cap = int((bucket_cap_mb or 25) * (1 << 20))
         self.buckets = [
             _Bucket([parameters[place] for place in places], gradient_as_bucket_view)
-            for places in divided(parameters, cap)
+            for places in in_buckets(parameters, [_FIRST_BUCKET, cap])
         ]
         for bucket in self.buckets:
             bucket.follow(self)
