@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.program_commands import MODEL, plan, run
 from tests.helpers.trainer_cases import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -52,17 +53,57 @@ def test_the_page_has_these_numbers() -> None:
     assert PEAKS.keys() <= CASES.keys()
 
 
-SPLIT = """
-from transformers import LlamaForCausalLM
+OVER_RANKS = """
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-LlamaForCausalLM.from_pretrained("model", tp_plan="auto")
+row = dict.fromkeys(("input_ids", "labels"), [5] * 128)
+model = AutoModelForCausalLM.from_pretrained("model", dtype="bfloat16", {how})
+how = dict(save_strategy="no", report_to="none", bf16=True)
+arguments = TrainingArguments("out", per_device_train_batch_size=4, **how)
+Trainer(model=model, args=arguments, train_dataset=Dataset.from_list([row] * 64)).train()
 """
 
 
 @pytest.mark.exhaustive
 @pytest.mark.runs
-def test_a_model_that_is_split_over_ranks_is_refused(beside_trl: Path, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SPLIT)
-    command = [beside_trl, "-m", "torchtune_adaptive", "plan", "train.py", "--nproc", "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode and "tp_plan: a model that from_pretrained splits" in done.stderr
+@pytest.mark.parametrize(
+    ("how", "ranks", "holders"),
+    [
+        ("tp_plan='auto'", 2, 2),
+        ("distributed_config={'fsdp_size': 2}", 2, 1),
+        ("distributed_config={'fsdp_size': 2, 'tp_size': 2}", 4, 2),
+    ],
+    ids=["tensors", "fsdp", "both"],
+)
+def test_transformers_splits_a_model_over_ranks(
+    how: str, ranks: int, holders: int, beside_trl: Path, tmp_path: Path
+) -> None:
+    """Each holds its share of all matrices, and ranks that share those have the same rows."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "train.py").write_text(OVER_RANKS.format(how=how))
+    found = plan(beside_trl, tmp_path, "train.py", "--nproc", str(ranks))
+    width, layers, words = (
+        MODEL[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")
+    )
+    of_layer = 4 * width**2 + 3 * width * MODEL["intermediate_size"]
+    matrices = 2 * (2 * width * words + layers * of_layer)
+    parts = found["peak"]["parts"]
+    assert parts["parameters"] == pytest.approx(matrices / ranks, rel=0.01)
+    assert parts["optimizer state"] == pytest.approx(2 * matrices / ranks, rel=0.01)
+    speed = found["speed"]
+    own = 4 * 128 / speed["seconds"]
+    assert speed["tokens_per_second_per_gpu"] == pytest.approx(own / holders)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.runs
+def test_a_model_whose_layers_are_on_several_ranks_is_refused(
+    beside_trl: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "train.py").write_text(OVER_RANKS.format(how="distributed_config={'pp_size': 2}"))
+    done = run(beside_trl, tmp_path, "-m", "torchtune_adaptive", "plan", "train.py", "--nproc", "2")
+    assert done.returncode and "pp_size: 2, but a model whose layers" in done.stderr

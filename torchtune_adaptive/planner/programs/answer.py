@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner import step_table
@@ -101,9 +101,10 @@ class ProgramAnswers:
 
     def _devices(self, devices: Devices) -> list[tuple[DeviceLimits, Pace | None]]:
         """The devices, with the error that predictions for these steps have."""
-        quantized = self._steps.about.quantized
+        quantized, holders = self._steps.about.quantized, self._steps.about.holders
+        facts: dict[str, Any] = {"quantized": quantized, "holders": holders}
         return [
-            (one.fragmented if quantized else one, pace and replace(pace, quantized=quantized))
+            (one.fragmented if quantized else one, pace and replace(pace, **facts))
             for one, pace in devices(self._steps.ranks)
         ]
 

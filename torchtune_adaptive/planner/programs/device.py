@@ -258,6 +258,7 @@ def show(gpu: Gpu, devices: int, recorder: Recorder) -> _Properties:
     put(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
     put(torch.accelerator, "is_available", lambda: True)
     put(torch.accelerator, "device_count", lambda: devices)
+    put(torch.accelerator, "set_device_index", lambda *_: None)
     return properties
 
 

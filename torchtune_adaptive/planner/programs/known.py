@@ -36,12 +36,8 @@ _VALUES_DECIDE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 _CHOICE, _WORST = _aten.topk.default, "worst"
 _SCALER = _aten._amp_foreach_non_finite_check_and_unscale_.default
 """Notes whether a gradient has overflowed: in what is planned, none does."""
-_INDEXED = {
-    _aten.index.Tensor,
-    _aten.index_put.default,
-    _aten.index_put_.default,
-    _aten._unsafe_index.Tensor,
-}
+_PUT = _aten.index_put_.default
+_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _PUT, _aten._unsafe_index.Tensor}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 """Kinds of tensors that are not made of others, besides fake ones."""
 
@@ -117,6 +113,12 @@ class ProgramWatch(Watch):
             return self._by_others(facts, args, kwargs)
         if func is _TO and not isinstance(args[0], FakeTensor):
             return self._from_host(*args, **kwargs)
+        if func is _PUT and _is_fill(*args):
+            tensor, mask = args[0], args[1][0]
+            for _ in range(tensor.dim() - mask.dim()):
+                mask = self.__torch_dispatch__(_aten.unsqueeze.default, types, (mask, -1))
+            filled = tensor, mask, args[2]
+            return self.__torch_dispatch__(_aten.masked_fill_.Tensor, types, filled)
         if func in _INDEXED:
             args = self._with_numbers(args)
         elif facts.values_decide:
@@ -307,6 +309,14 @@ def _with_values(value: Any, known: list[_KnownValues]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_with_values(one, known) for one in value)
     return value
+
+
+def _is_fill(tensor: Any, indices: Any, value: Any, accumulates: bool = False) -> bool:
+    """Whether ``index_put_`` fills where a mask is set, as CUDA does without asking how often it is."""
+    if accumulates or len(indices) != 1 or value.dim():
+        return False
+    mask = indices[0]
+    return mask.dtype == torch.bool and mask.shape == tensor.shape[: mask.dim()]
 
 
 def _facts(func: Any) -> _Facts:

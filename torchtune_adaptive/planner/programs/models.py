@@ -20,6 +20,7 @@ from torchtune_adaptive.planner.programs.private import (
     of_configs,
     of_modules,
     swap_tensors,
+    with_cuda,
 )
 from torchtune_adaptive.planner.programs.quantized import Quantizer, quantizer_of
 from torchtune_adaptive.planner.told import tell
@@ -27,7 +28,6 @@ from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.planner.trace.step_tracer import StepTracer
 from torchtune_adaptive.planner.trace.weights import fill
 
-_OVER_RANKS = ("tp_plan", "tp_size", "distributed_config", "device_mesh")
 _LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
@@ -44,6 +44,8 @@ class Models:
         self._alive: list[nn.Module] = []
         self.quantized = False
         """Whether a model has weights of few bits."""
+        self.holders = 1
+        """Ranks that hold parts of one model, and so have the same rows."""
 
     def alike(self, shortening: Shortening) -> bool:
         """Whether the layers of all models are still alike, so that few may stand for them."""
@@ -85,10 +87,14 @@ class Models:
         of_config = of_configs(modeling.PreTrainedModel)
 
         def without_weights(
-            kind: Any, config: Any, quantizer: Quantizer | None = None, **options: Any
+            kind: Any,
+            config: Any,
+            quantizer: Quantizer | None = None,
+            over_ranks: Callable[[Any], Any] | None = None,
+            **options: Any,
         ) -> Any:
-            """A model without weights, in the host's memory as after reading these, or quantized on the
-            device."""
+            """A model without weights, in the host's memory as after reading these, or quantized or
+            distributed over ranks on the device."""
             tell(f"making {kind.__name__}")
             with torch.device("meta"):
                 model = of_config(kind, config, **options)
@@ -99,7 +105,10 @@ class Models:
                 quantizer.load(model, self._tracer.device)
                 return model
             with self._tracer.fake_mode:
-                fill(model, torch.device("cpu"))
+                if over_ranks is None:
+                    fill(model, torch.device("cpu"))
+                else:  # FSDP2 wants the parameters to stay the same objects
+                    over_ranks(model).to_empty(device=self._tracer.device)
             self._shortened(model)
             return model
 
@@ -107,12 +116,6 @@ class Models:
             kind: Any, /, path: Any = None, *arguments: Any, config: Any = None, **options: Any
         ) -> Any:
             """What reads a model's weights, and here only its config."""
-            for name in _OVER_RANKS:
-                if options.pop(name, None) is not None:
-                    raise NoPrediction(
-                        f"{name}: a model that from_pretrained splits over ranks is not planned. Load it "
-                        "as a whole, and shard it by FSDP2."
-                    )
             if config is None or not hasattr(config, "to_dict"):
                 config, options = kind.config_class.from_pretrained(
                     config or path, return_unused_kwargs=True, **options
@@ -127,7 +130,8 @@ class Models:
             known = ("attn_implementation", "experts_implementation")
             how = {name: options[name] for name in known if options.get(name)}
             dtype = dtype or torch.float32
-            model = without_weights(kind, config, quantizer, dtype=dtype, **how)
+            over_ranks = self._over_ranks(modeling, kind, options)
+            model = without_weights(kind, config, quantizer, over_ranks, dtype=dtype, **how)
             model.config.name_or_path = model.name_or_path = str(path)
             model.eval()
             where = _device_of(options.get("device_map"))
@@ -146,6 +150,26 @@ class Models:
         put(modeling.PreTrainedModel, "resize_token_embeddings", resized)
         let_make(modeling.PreTrainedModel, without_weights)
         modeling.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+    def _over_ranks(
+        self, modeling: Any, kind: Any, options: dict[str, Any]
+    ) -> Callable[[Any], Any] | None:
+        """What distributes a model over ranks, as options ask for it; None if each has it as a whole."""
+        named = {name: options.pop(name, None) for name in ("tp_plan", "tp_size")}
+        asked = options.pop("distributed_config", None)
+        if any(value is not None for value in named.values()):
+            asked = modeling.DistributedConfig(**named)
+        if asked is None:
+            return None
+        with with_cuda():
+            asked, _, mesh = kind.prepare_distribute_model(asked)
+        if asked.pp_size > 1:
+            raise NoPrediction(
+                f"pp_size: {asked.pp_size}, but a model whose layers are on several ranks is not planned. "
+                "Use tp_size or fsdp_size."
+            )
+        self.holders = max(self.holders, asked.tp_size)
+        return mesh and (lambda model: kind.maybe_distribute_model(model, asked, mesh))
 
 
 def _device_of(device_map: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data._utils import fetch
 
-from torchtune_adaptive.planner.private import FakeTensor
+from torchtune_adaptive.planner.private import FakeTensor, replaced
 
 _device: Any = FakeTensor.device
 
@@ -88,6 +88,11 @@ def have_parts_of_cuda() -> None:
     for name in ("_record_memory_history", "_dump_snapshot"):  # which the documentation has
         setattr(torch.cuda.memory, name, lambda *_, **__: None)
     torch._C._cuda_getCurrentRawStream = lambda *_: 0
+
+
+def with_cuda() -> AbstractContextManager[Any]:
+    """A context in which the accelerator is ``cuda`` by the name that transformers (5.23) asks for it by."""
+    return replaced([(torch._C, "_get_accelerator", lambda: torch.device("cuda"))])
 
 
 def let_backward_run_in(context: AbstractContextManager[Any]) -> None:

@@ -88,6 +88,8 @@ class About(NamedTuple):
     """How a router, say, chose by scores that nobody knows, by the place, where more depends on that."""
     notes: tuple[str, ...] = ()
     """What was made up for it, for people."""
+    holders: int = 1
+    """Ranks that hold parts of one model, and so train on the same rows."""
 
 
 class ProgramPlan(NamedTuple):

@@ -311,6 +311,7 @@ class ProgramRun:
             self.program.gpu.name if self._shown.are_counted else self._vllm.card,
             tuple(self._assumed.choices.items()),
             made_up.notes(),
+            self._models.holders,
         )
         ran = start_up, step, self._shortening, self._steps.enough, about
         self._leave(Ran(*ran, self._surroundings.read()))
