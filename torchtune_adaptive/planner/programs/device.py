@@ -143,8 +143,9 @@ def _indexing(func: Any) -> Callable[..., Any]:
     """``func`` with lists of numbers as indices, which torch copies to the device where no mode sees it."""
 
     def copied(index: Any, device: torch.device) -> Any:
-        numbers = type(index) is list and index and all(isinstance(one, int) for one in index)
-        return torch.tensor(index).to(device) if numbers else index
+        if type(index) is not list or not all(isinstance(one, int) for one in index):
+            return index
+        return torch.tensor(index, dtype=None if index else torch.int64).to(device)
 
     def indexed(tensor: torch.Tensor, index: Any, *value: Any) -> Any:
         device = tensor.device

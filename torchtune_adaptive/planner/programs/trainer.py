@@ -54,6 +54,9 @@ def main(text: str) -> None:
             more["peft_config"] = _lora(adapters)
         if "reward_funcs" in inspect.signature(kind).parameters:
             more["reward_funcs"] = _reward
+        if "teacher_model" in inspect.signature(kind).parameters:
+            more["teacher_model"] = settings.get("teacher_model", folder)
+            made_up.note(f"teacher: {more['teacher_model']}")
         model = folder
     else:
         model, more = _model(folder, how, adapters, trained, settings), {}
@@ -129,7 +132,10 @@ def _as_declared(value: Any, kind: Any) -> Any:
     return float(value) if type(value) is int and float in kinds and int not in kinds else value
 
 
-_OURS = ("max_length", "padded", "lora", "max_prompt_length", "prepare_for_kbit_training")
+_OURS = (
+    *("max_length", "padded", "lora", "max_prompt_length", "prepare_for_kbit_training"),
+    "teacher_model",
+)
 """Settings that are none of a trainer's, unless it has them, too."""
 
 
