@@ -18,6 +18,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.helpers.example_files import in_a_fork
 from torchtune_adaptive.planner import gpus
 from torchtune_adaptive.planner.memory.planned import planned_gpu
@@ -90,7 +92,7 @@ def kinds(folder: Path) -> dict[str, Program]:
         return Program(words, gpu, ceiling=ROWS)
 
     found = {f"SFTTrainer, {name}": of(**settings) for name, settings in WAYS.items()}
-    found["SFTTrainer, images of Qwen2.5-VL"] = own("images")
+    found["Trainer, images of Qwen2.5-VL"] = own("images")
     found |= {f"trainer {name}": of(trainer=name, **_OF.get(name, {})) for name in trainers}
     found |= {f"adapters {name}": own(name) for name in methods}
     return found | {f"optimizer {name}": of(optim=name, **_of(name)) for name in optimizers}
@@ -123,33 +125,54 @@ def both(program: Program) -> str:
 
 def train(what: str, folder: str) -> None:
     """Train a kind that needs a script of its own."""
+    how = {"per_device_train_batch_size": ROWS, "max_steps": 8, "bf16": True, "report_to": "none"}
+    how |= {"save_strategy": "no", "gradient_checkpointing": False}
+    if what == "images":
+        return train_on_images(how)
     from trl import SFTConfig, SFTTrainer
 
     from torchtune_adaptive.planner.programs import made_up
 
-    arguments = SFTConfig(
-        output_dir="out",
-        per_device_train_batch_size=ROWS,
-        max_steps=8,
-        save_strategy="no",
-        report_to="none",
-        gradient_checkpointing=False,
-        bf16=True,
-        model_init_kwargs={"dtype": "bfloat16"},
-        max_length=LENGTH - VIRTUAL if what != "images" else None,
-    )
-    if what != "images":
-        rows = made_up.rows("SFT", LENGTH - VIRTUAL, ROWS)
-        more = {"processing_class": made_up.simple_tokenizer(), "peft_config": adapters(what)}
-        SFTTrainer(model=folder, args=arguments, train_dataset=rows, **more).train()
-    else:
-        from tests.helpers.images import processor, qwen, rows_with_images
+    length = LENGTH - VIRTUAL
+    how |= {"model_init_kwargs": {"dtype": "bfloat16"}, "max_length": length}
+    more = {"processing_class": made_up.simple_tokenizer(), "peft_config": adapters(what)}
+    rows = made_up.rows("SFT", length, ROWS)
+    SFTTrainer(model=folder, args=SFTConfig("out", **how), train_dataset=rows, **more).train()
 
-        model = qwen(folder)
-        rows = rows_with_images(ROWS)
-        SFTTrainer(
-            model=model, args=arguments, train_dataset=rows, processing_class=processor()
-        ).train()
+
+def train_on_images(how: dict[str, Any]) -> None:
+    """Train a tiny Qwen2.5-VL on rows with an image each."""
+    from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments
+
+    image, side, patch, merged = 5, 8, 14, 2
+    text = {
+        key: value for key, value in SHAPE.items() if key not in ("model_type", "architectures")
+    }
+    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
+    vision = {"depth": 4, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4}
+    vision |= {"out_hidden_size": SHAPE["hidden_size"], "window_size": 56, "patch_size": patch}
+    config = AutoConfig.for_model(
+        "qwen2_5_vl",
+        text_config=text | {"rope_parameters": rope},
+        vision_config=vision | {"fullatt_block_indexes": [3]},
+        image_token_id=image,
+    )
+    tokens = torch.tensor([image] * (side // merged) ** 2 + [3] * LENGTH)
+    of_image = {
+        "pixel_values": torch.zeros(side**2, 3 * 2 * patch**2),
+        "image_grid_thw": torch.tensor([[1, side, side]]),
+    }
+    row = {"input_ids": tokens, "labels": tokens.where(tokens != image, -100)}
+    row |= {"attention_mask": torch.ones_like(tokens), "mm_token_type_ids": (tokens == image).int()}
+
+    def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        made = {name: torch.stack([row[name] for row in rows]) for name in row}
+        return made | {name: torch.cat([row[name] for row in rows]) for name in of_image}
+
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    arguments = TrainingArguments("out", remove_unused_columns=False, **how)
+    rows: Any = [row | of_image] * 64
+    Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate).train()
 
 
 def adapters(method: str) -> Any:

@@ -37,6 +37,7 @@ class TransformersStep:
             - ``padded``: whether some rows are shorter, so that attention needs a mask,
             - ``lora``: whether adapters are trained instead of the model,
             - ``prepare_for_kbit_training``: whether ``Trainer`` gets a model of few bits as PEFT prepares it,
+            - ``teacher_model``: of trainers that distill, the model itself by default,
             - ``fsdp``: whether ranks share the weights (FSDP2); if not, each has all of them (DDP).
     """
 
