@@ -17,8 +17,11 @@ from tests.helpers.trainer_cases import CASES
 ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "helpers"
 PEAKS = json.loads((ROOT / "tests" / "data" / "trainer_peaks.json").read_text())
+KINDS = json.loads((ROOT / "tests" / "data" / "trainer_kinds.json").read_text())
 PARTS = 20
 """A few cases each, as a case takes half a minute."""
+OF_OTHERS = ("galore", "apollo", "schedule_free", "grokadamw", "torch_4bit", "torch_8bit")
+"""Optimizers of packages that are not there."""
 NAMES = [*PEAKS]
 
 
@@ -45,6 +48,26 @@ def test_trainers_take_what_they_took(part: int, beside_trl: Path, tmp_path: Pat
     names = NAMES[part::PARTS]
     for name, found in allocated(beside_trl, tmp_path, names).items():
         assert found == pytest.approx(PEAKS[name]["run"], rel=0.001), name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.runs
+@pytest.mark.parametrize("part", range(PARTS))
+def test_kinds_of_training_take_what_they_took(part: int, beside_trl: Path, tmp_path: Path) -> None:
+    there = [
+        name
+        for name, peaks in KINDS.items()
+        if not isinstance(peaks, str) and not any(other in name for other in OF_OTHERS)
+    ]
+    names, output = there[part::PARTS], tmp_path / "found.jsonl"
+    done = run(beside_trl, tmp_path, "-m", "tests.helpers.trainer_kinds", str(output), *names)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = dict(json.loads(line) for line in output.read_text().splitlines())
+    assert found.keys() == {*names}
+    for name, peaks in found.items():
+        planned, whole = map(int, peaks.split())
+        assert planned == pytest.approx(whole, rel=0.005), name
+        assert planned == pytest.approx(KINDS[name][0], rel=0.001), name
 
 
 def test_the_page_has_these_numbers() -> None:

@@ -265,6 +265,9 @@ def test_layers_that_are_made_different_are_all_run(tmp_path: Path) -> None:
     states = [plan.answers[0].peak.parts["optimizer state"] for plan in plans]
     each = 2 * 4 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
     assert states[0] - states[1] == 8 * each and states[1] - states[2] == 4 * each
+    one = "model.layers[10].requires_grad_(False)"  # which is not there where there are few
+    plan = planned(written(tmp_path, before=one, layers=12))
+    assert states[0] - plan.answers[0].peak.parts["optimizer state"] == each
 
 
 TWO_KINDS = f"""

@@ -72,6 +72,10 @@ class Ran(NamedTuple):
     """The files that it has read, or looked for."""
 
 
+class Failed(NoPrediction):
+    """An error of the program, which it might not have with all layers of its models."""
+
+
 class _Done(BaseException):
     """The program has been answered for; no handler of its own errors is to see that."""
 
@@ -280,7 +284,7 @@ class ProgramRun:
         reason = (
             error
             if isinstance(error, NoPrediction)
-            else NoPrediction(_said(self.program.name, error))
+            else Failed(_said(self.program.name, error))
         )
         if self._asked is None:
             raise reason from None
