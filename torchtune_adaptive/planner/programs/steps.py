@@ -33,7 +33,7 @@ from torchtune_adaptive.planner.trace.step_tracer import StepTracer, state_of, u
 
 WANTED = 3
 """The number of steps that a program takes, if these repeat."""
-_MOST = 8
+_MOST = 12
 """The most steps among which one is looked for that repeats, and what precedes them."""
 _FORWARD, _BACKWARD, _UPDATE = "forward", "backward", "optimizer step"
 

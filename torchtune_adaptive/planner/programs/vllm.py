@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import cycle, islice
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -42,7 +42,6 @@ _NAMES = {
     ".distributed.weight_transfer.nccl_common": (_JOINS,),
     ".distributed.weight_transfer.packed_tensor": (_SENDS,),
 }
-_PACKAGES = (".utils", ".distributed", ".distributed.weight_transfer")
 
 
 class Vllm:
@@ -61,11 +60,9 @@ class Vllm:
         imports.call("trl.import_utils", lambda _: sys.meta_path.insert(0, stand_in))
         imports.call("trl.generation.vllm_client", lambda it: let_serve(it, _got, self._posted))
 
-    def _module(self, name: str) -> ModuleType | None:
-        part = name.removeprefix("vllm")
-        if part not in (*_NAMES, *_PACKAGES):
-            return None
-        made = ModuleType(name)
+    def _module(self, name: str) -> ModuleType:
+        part, made = name.removeprefix("vllm"), ModuleType(name)
+        vars(made)["__getattr__"] = partial(_unplanned, name)
         known: dict[str, Any] = {"LLM": partial(_Engine, self, self.gpu.total), _SENDS: _sent}
         known |= {_ADDRESS: lambda: "127.0.0.1", _JOINS: lambda _: SimpleNamespace(group=None)}
         vars(made).update({one: known.get(one, _Sampling) for one in _NAMES.get(part, ())})
@@ -99,6 +96,19 @@ class Vllm:
         with self.steps.generating():
             config = self.config()
             return completions(config, config.eos_token_id, rows, sampling.max_tokens)
+
+
+def _unplanned(module: str, name: str) -> type:
+    """What other versions of TRL import, too, and what ends the plan where it is used."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def used(*_: Any, **__: Any) -> NoReturn:
+        raise NoPrediction(
+            f"{module}.{name}: a part of vLLM that is not planned. Use vllm_mode=colocate, or TRL 1.16."
+        )
+
+    return type(name, (), {"__init__": used})
 
 
 class _Sampling(SimpleNamespace):
