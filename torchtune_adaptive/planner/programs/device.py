@@ -125,7 +125,8 @@ class Face(TorchFunctionMode):
         ):  # an evaluation's, which take no memory here
             values = torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
         elif values is None:
-            values = self._assumed.value("the values of a tensor (numpy)")
+            value = self._assumed.value("the values of a tensor (numpy)")  # one for all
+            values = torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu")
         return torch.as_tensor(values).numpy(*arguments, **options)
 
     def _finite(self, func: Any, known: bool) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
 
 _aten = torch.ops.aten
-_MOST_INTEGERS, _MOST_FLOATS = 1 << 26, 1 << 18
+_MOST_INTEGERS, _MOST_FLOATS = 1 << 26, 1 << 24
 """The elements that a tensor may have whose values are computed."""
 _TO, _SCALAR = _aten._to_copy.default, _aten._local_scalar_dense.default
 _LIKE = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}

@@ -50,8 +50,9 @@ class Models:
         return all(map(shortening.still_repeats, self._alive))
 
     def config(self) -> Any:
-        """The config of the first model that has one."""
-        return next(model.config for model in self._alive if hasattr(model, "config"))
+        """The config of the first model that generates."""
+        generate = (one for one in self._alive if hasattr(one, "can_generate"))
+        return next(model.config for model in generate if model.can_generate())
 
     def follow(self, imports: WhenImported) -> None:
         """Make models from now on, those of transformers once that is imported."""

@@ -90,6 +90,7 @@ class Surroundings:
         """Arrow opens files by itself."""
         for name in ("memory_map", "input_stream"):
             put(arrow, name, self._reading(getattr(arrow, name)))
+        put(arrow, "OSFile", self._opening(arrow.OSFile))
 
     def _of_tokenizers(self, tokenizers: Any) -> None:
         """Tokenizers write files by themselves."""

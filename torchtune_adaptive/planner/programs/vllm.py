@@ -95,7 +95,8 @@ class Vllm:
         """The tokens of so many texts."""
         with self.steps.generating():
             config = self.config()
-            return completions(config, config.eos_token_id, rows, sampling.max_tokens)
+            ends = config.get_text_config().eos_token_id
+            return completions(config, ends, rows, sampling.max_tokens)
 
 
 def _unplanned(module: str, name: str) -> type:
@@ -155,7 +156,9 @@ class _Engine:
         self._stream = fake_device.FakeStream()
         self._stream.number = BESIDE
         self._awake: AbstractContextManager[None] | None = None
-        length = max_model_len or getattr(vllm.config(), "max_position_embeddings", sys.maxsize)
+        length = max_model_len or getattr(
+            vllm.config().get_text_config(), "max_position_embeddings", sys.maxsize
+        )
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=lambda _: None))
         worker = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
         about = SimpleNamespace(max_model_len=length)
