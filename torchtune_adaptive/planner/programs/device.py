@@ -96,7 +96,9 @@ class Face(TorchFunctionMode):
 
     def _item(self, tensor: torch.Tensor) -> Any:
         values = values_of(tensor)
-        return UnknownNumber(self._assumed) if values is None else values.item()
+        if values is None and tensor.dtype is not torch.bool:
+            return UnknownNumber(self._assumed)
+        return self._watch.value(tensor) if values is None else values.item()
 
     def _list(self, tensor: torch.Tensor) -> Any:
         values = values_of(tensor, self._assumed if tensor.dim() else None)

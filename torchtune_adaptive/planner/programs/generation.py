@@ -12,15 +12,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.programs.device import is_on_device
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 from torchtune_adaptive.planner.programs.known import note, values_of
 from torchtune_adaptive.planner.programs.private import goes_on, let_decode
 from torchtune_adaptive.planner.programs.steps import ProgramSteps
+from torchtune_adaptive.planner.programs.unknown import place_of_caller
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.recorder import Recorder
 
@@ -39,6 +41,8 @@ class TextGeneration:
         """Generate so from now on."""
         imports.call("transformers.generation.utils", lambda it: let_decode(it, self._decoded))
         imports.call("transformers.cache_utils", self._of_caches)
+        api = "transformers.generation.continuous_batching.continuous_api"
+        imports.call(api, lambda it: put(it.ContinuousMixin, "init_continuous_batching", _refused))
 
     def _decoded(
         self, decode: Callable[..., Any], model: Any, input_ids: torch.Tensor, **options: Any
@@ -89,6 +93,12 @@ class TextGeneration:
                 self._recorder.category = before
 
         put(caches.Cache, "update", updated)
+
+
+def _refused(*_: Any, **__: Any) -> NoReturn:
+    raise NoPrediction(
+        f"{place_of_caller()}: generates by continuous batching, which is not planned. Use generate, or vLLM."
+    )
 
 
 def _texts(config: Any, how: Any, prompts: torch.Tensor, new: int) -> torch.Tensor:

@@ -90,6 +90,8 @@ class Models:
         ) -> Any:
             """A model without weights, in the host's memory as after reading these, or quantized on the
             device."""
+            if torch.get_default_device().type == "meta":  # a part of a model that is made
+                return of_config(kind, config, **options)
             tell(f"making {kind.__name__}")
             with torch.device("meta"):
                 model = of_config(kind, config, **options)
