@@ -27,8 +27,14 @@ qwen3-vl:qwen3_vl qwen2.5-vl:qwen2_5_vl qwen3.5-397:qwen3_5_moe qwen3-(30|235)b:
 qwen3:qwen3 qwen2:qwen2 llama:llama deepseek-v2:deepseek_v2 deepseek-v3:deepseek_v3
 """
 """The kind of each model, by a part of its name."""
-BITS = {"awq": {"bits": 4}, "gptq": {"bits": 4}, "aqlm": {}}
-"""Ways to have few bits that a model's config says."""
+ALTERED = {
+    "8b-pro": {"num_hidden_layers": 8},
+    **{
+        method: {"quantization_config": {"quant_method": method, "bits": 4}}
+        for method in ("awq", "gptq", "aqlm")
+    },
+}
+"""What the configs of some have besides, by a part of the name."""
 FOLDERS = ("train_full", "train_lora", "train_qlora", "extras", "ktransformers")
 RANKS = {"deepspeed": 2, "fsdp": 2}
 
@@ -43,16 +49,15 @@ def trains(path: Path) -> bool:
 
 
 def model_of(name: str, models: Path) -> Path:
-    """The folder of a stand-in for a model, of as few bits as that has."""
+    """The folder of a stand-in for a model."""
     kind = kind_of(name)
     folder = models / kind
     if not folder.is_dir():
         stand_in(kind, folder)
-    for method, how in BITS.items():
-        if method in name.lower():
-            config = json.loads((folder / "config.json").read_text())
-            config["quantization_config"] = {"quant_method": method, **how}
-            folder = models / f"{kind}-{method}"
+    for part in ALTERED:
+        if part in name.lower():
+            config = json.loads((folder / "config.json").read_text()) | ALTERED[part]
+            folder = models / part
             folder.mkdir(exist_ok=True)
             (folder / "config.json").write_text(json.dumps(config))
     return folder
