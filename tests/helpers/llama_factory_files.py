@@ -1,7 +1,8 @@
-"""How many of LLaMA-Factory's example files are planned: ``llama_factory_files.py EXAMPLES FOUND [EVERY]``.
+"""How many of LLaMA-Factory's example files are planned.
 
-A program for an environment that has LLaMA-Factory and ours, as ``example_files`` is for one with Axolotl.
-``EXAMPLES`` is the folder of its source distribution.
+``llama_factory_files.py EXAMPLES FOUND [EVERY [FIRST]]``: a program for an environment that has
+LLaMA-Factory and ours, as ``example_files`` is for one with Axolotl. ``EXAMPLES`` is the folder of its source
+distribution.
 """
 
 from __future__ import annotations
@@ -80,12 +81,12 @@ def planned(path: Path, examples: Path, models: Path) -> str:
     return "planned"
 
 
-def main(examples: str, output: str, every: str = "1") -> None:
+def main(examples: str, output: str, every: str = "1", first: str = "0") -> None:
     models, root, log = Path(tempfile.mkdtemp()), Path(examples).resolve(), Path(output)
     lines = log.read_text().splitlines() if log.exists() else []
     found = dict(json.loads(line) for line in lines)
     paths = sorted(path for one in FOLDERS for path in (root / one).rglob("*.yaml") if trains(path))
-    for path in paths[:: int(every)]:
+    for path in paths[int(first) :: int(every)]:
         name = str(path.relative_to(root))
         if name not in found:
             found[name] = in_a_fork(planned, path, root, models)

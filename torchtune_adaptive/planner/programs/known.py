@@ -275,12 +275,20 @@ def values_of(tensor: torch.Tensor, decides: Assumed | None = None) -> torch.Ten
     decides by them, where that is noted."""
     if not isinstance(tensor, FakeTensor):
         return tensor
-    known: _KnownValues | None = getattr(tensor, "known", None)
-    if known is None or known.lost[0] or (known.choice and decides is None):
+    known = _known(tensor)
+    if known is None or (known.choice and decides is None):
         return None
     if decides is not None:
         known.say(decides)
     return known.values
+
+
+def _known(tensor: torch.Tensor) -> _KnownValues | None:
+    """What is known of a tensor's values, unless it has others of another type by now, as its ``data``."""
+    known: _KnownValues | None = getattr(tensor, "known", None)
+    if known is None or known.lost[0] or known.values.dtype is not tensor.dtype:
+        return None
+    return known
 
 
 class _NotKnown(Exception):
@@ -299,8 +307,8 @@ def _with_values(value: Any, known: list[_KnownValues]) -> Any:
     if isinstance(value, torch.Tensor):
         if not isinstance(value, FakeTensor):
             return value
-        its: _KnownValues | None = getattr(value, "known", None)
-        if its is None or its.lost[0]:
+        its = _known(value)
+        if its is None:
             raise _NotKnown
         known.append(its)
         return known[-1].values

@@ -51,8 +51,9 @@ class Models:
 
     def config(self) -> Any:
         """The config of the first model that generates."""
-        generate = (one for one in self._alive if hasattr(one, "can_generate"))
-        return next(model.config for model in generate if model.can_generate())
+        made: list[Any] = [*self._alive]
+        may = (one for one in made if hasattr(one, "can_generate") and one.can_generate())
+        return next(may).config
 
     def follow(self, imports: WhenImported) -> None:
         """Make models from now on, those of transformers once that is imported."""
