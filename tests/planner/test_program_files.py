@@ -95,6 +95,17 @@ def test_keys_say_which_script_of_trl_a_file_is_for(folder: Path, beside_trl: Pa
     assert done.returncode and "gizmo: no keys of `trl sft`" in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("script", ["grpo", "rloo"])
+def test_files_of_trl_that_generate(script: str, folder: Path, beside_trl: Path) -> None:
+    of_texts = {"reward_funcs": ["think_format_reward"], "max_completion_length": 64}
+    keys = {name: value for name, value in OF_TRL.items() if name != "max_length"}
+    more = {"num_generations": 4, "max_steps": 8}
+    trainer = f"{script.upper()}Trainer"
+    words = ("--trainer", trainer, "--memory", "500MiB")
+    found = planned(beside_trl, folder, {**keys, **of_texts, **more}, *words)
+    assert (found["rows"], found["generated_tokens"]) == (4, 64)
+
+
 @pytest.mark.parametrize(
     ("changes", "tokens"),
     [

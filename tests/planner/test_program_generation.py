@@ -13,6 +13,7 @@ from torchtune_adaptive.planner.programs import GENERATION
 pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 LAYERS, HEADS, WIDTH, ROWS, PROMPT, EOS, PAD = 4, 8, 32, 4, 16, 1, 0
+VOCABULARY = 512
 PROGRAM = """
 import sys
 import torch
@@ -96,3 +97,21 @@ def test_rows_that_belong_together_stay_together(tmp_path: Path) -> None:
     answer = plan.answers[0]
     assert answer.peak.rows == ROWS and answer.largest % 4 == 0 and answer.largest > ROWS
     assert GENERATION in answer.peak.by_phase
+
+
+def test_the_scores_of_all_tokens_are_kept(tmp_path: Path) -> None:
+    new = 400
+    without = peak(tmp_path, new).by_phase[GENERATION]
+    how = f"max_new_tokens={new}, return_dict_in_generate=True, output_scores=True"
+    path = written(tmp_path, new, how)
+    kept = "    found = texts.scores, texts.sequences\n        texts = found[1]\n"
+    kept += f"        assert len(found[0]) == {new}\n        del found\n"
+    path.write_text(path.read_text().replace("    new = texts", f"{kept}        new = texts"))
+    scores = planned(path).answers[0].peak.by_phase[GENERATION] - without
+    assert scores == pytest.approx(new * ROWS * VOCABULARY * 4, rel=0.05)
+
+
+def test_many_steps_may_be_about_what_one_generates(tmp_path: Path) -> None:
+    path = written(tmp_path, again=12)
+    path.write_text(path.read_text().replace("texts.chunk(12)[number % 12]", "texts"))
+    assert GENERATION in planned(path).answers[0].peak.by_phase

@@ -23,6 +23,7 @@ class LongestRows:
     def follow(self, imports: WhenImported) -> None:
         """Read a part from now on."""
         imports.call("datasets.load", self._of_load)
+        imports.call("datasets.arrow_dataset", _in_this_process)
 
     def _of_load(self, load: Any) -> None:
         for name in ("load_dataset", "load_from_disk"):
@@ -39,6 +40,16 @@ class LongestRows:
             dataset = dataset.select([*longest, *sorted({*others} - {*longest})])
             self.part = max(self.part, (len(dataset), there), key=lambda part: part[1])
         return dataset
+
+
+def _in_this_process(datasets: Any) -> None:
+    """Let rows, which are few, be prepared here: other processes would take longer to begin."""
+    prepare = datasets.Dataset.map
+
+    def prepared(*given: Any, **named: Any) -> Any:
+        return prepare(*given, **{**named, "num_proc": None})
+
+    put(datasets.Dataset, "map", prepared)
 
 
 def _extents(values: Any) -> Any:

@@ -96,7 +96,9 @@ class Face(TorchFunctionMode):
 
     def _item(self, tensor: torch.Tensor) -> Any:
         values = values_of(tensor)
-        return UnknownNumber(self._assumed) if values is None else values.item()
+        if values is None and tensor.dtype is not torch.bool:
+            return UnknownNumber(self._assumed)
+        return self._watch.value(tensor) if values is None else values.item()
 
     def _list(self, tensor: torch.Tensor) -> Any:
         values = values_of(tensor, self._assumed if tensor.dim() else None)
@@ -125,7 +127,8 @@ class Face(TorchFunctionMode):
         ):  # an evaluation's, which take no memory here
             values = torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
         elif values is None:
-            values = self._assumed.value("the values of a tensor (numpy)")
+            value = self._assumed.value("the values of a tensor (numpy)")  # one for all
+            values = torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu")
         return torch.as_tensor(values).numpy(*arguments, **options)
 
     def _finite(self, func: Any, known: bool) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -41,6 +41,8 @@ class TextGeneration:
         """Generate so from now on."""
         imports.call("transformers.generation.utils", lambda it: let_decode(it, self._decoded))
         imports.call("transformers.cache_utils", self._of_caches)
+        api = "transformers.generation.continuous_batching.continuous_api"
+        imports.call(api, lambda it: put(it.ContinuousMixin, "init_continuous_batching", _refused))
 
     def _decoded(
         self, decode: Callable[..., Any], model: Any, input_ids: torch.Tensor, **options: Any
@@ -48,11 +50,6 @@ class TextGeneration:
         """What ``generate`` does once all is prepared; what is returned is its result."""
         config, begin = options["generation_config"], input_ids.shape[1]
         length = options["stopping_criteria"].max_length
-        if config.return_dict_in_generate and (config.output_scores or config.output_logits):
-            raise NoPrediction(
-                f"{place_of_caller()}: generates, and keeps the scores of all tokens, which is not planned. "
-                "Leave out output_scores and output_logits."
-            )
         new = length - begin
         self.tokens = max(self.tokens, new)
         texts = _texts(model.config, config, input_ids, new)
@@ -69,13 +66,17 @@ class TextGeneration:
             if new <= 1 + _LAST:
                 result = run(input_ids, length)
             else:
-                run(input_ids, begin + 1)
+                first = run(input_ids, begin + 1)
                 end = length - _LAST
+                kept = _kept(first, end - 1 - begin) if config.return_dict_in_generate else {}
+                del first
                 _lengthen(options.get("past_key_values"), end - 1 - begin)
                 tokens = texts[:, :end].to(input_ids.device)
                 others = goes_on(model, options, end - begin, end)
                 with fake_device.repeated((new - 1) / _LAST):
                     result = run(tokens, length, **others)
+                for name, each in kept.items():
+                    result[name] = (*each, *result[name])
         found = result.sequences if config.return_dict_in_generate else result
         if is_on_device(found):
             note(found, texts[: len(found)])
@@ -92,6 +93,12 @@ class TextGeneration:
                 self._recorder.category = before
 
         put(caches.Cache, "update", updated)
+
+
+def _refused(*_: Any, **__: Any) -> NoReturn:
+    raise NoPrediction(
+        f"{place_of_caller()}: generates by continuous batching, which is not planned. Use generate, or vLLM."
+    )
 
 
 def _texts(config: Any, how: Any, prompts: torch.Tensor, new: int) -> torch.Tensor:
@@ -116,6 +123,15 @@ def completions(config: Any, ends: Any, rows: int, new: int) -> list[list[int]]:
     longest = [token] * new
     shorter = [*longest[:-2], ends[0]] if ends and new > 1 else longest
     return [longest, *[shorter] * (rows - 1)]
+
+
+def _kept(result: Any, missing: int) -> dict[str, tuple[Any, ...]]:
+    """What a pass has left of the scores of all tokens, and as much for each of the missing passes."""
+    found = {}
+    for name in ("scores", "logits"):
+        for one in result.get(name) or ():
+            found[name] = (one, *(torch.empty_like(one) for _ in range(missing)))
+    return found
 
 
 def _lengthen(cache: Any, missing: int) -> None:

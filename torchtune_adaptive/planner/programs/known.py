@@ -27,8 +27,9 @@ from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
 
 _aten = torch.ops.aten
-_MOST_INTEGERS, _MOST_FLOATS = 1 << 26, 1 << 20
-"""The elements that a tensor may have whose values are computed."""
+_MOST_INTEGERS, _MOST_FLOATS, _MOST_OF_DATA = 1 << 26, 1 << 12, 1 << 24
+"""The elements that a tensor may have whose values are computed; more floats, such as images, where they
+follow from data, and are no weights, nor what an optimizer has for these."""
 _TO, _SCALAR = _aten._to_copy.default, _aten._local_scalar_dense.default
 _LIKE = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
 """Operations whose result does not depend on the values of what they are given."""
@@ -130,7 +131,7 @@ class ProgramWatch(Watch):
                 self._recorder.log.read_by_host(args[0])
             return func(*given.args, **given.kwargs)  # to the host
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if given is not None and _is_small(result):
+        if given is not None and _is_small(result, _MOST_OF_DATA if given.known else _MOST_FLOATS):
             self._note(result, given, func)
         elif func is _CHOICE and _is_small(result[1]):
             self._choose(result[1], args[0])
@@ -233,7 +234,8 @@ class ProgramWatch(Watch):
     def _from_host(self, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
         """The copy on the device of a tensor on the host."""
         values: torch.Tensor | None = None
-        if _is_small(tensor):
+        weight = isinstance(tensor, torch.nn.Parameter)
+        if _is_small(tensor, _MOST_FLOATS if weight else _MOST_OF_DATA):
             values = _TO(tensor, **{**options, "device": "cpu"})
             if tensor.is_floating_point() and bool(tensor.isnan().any()):  # as unknown numbers are
                 values = None
@@ -277,12 +279,20 @@ def values_of(tensor: torch.Tensor, decides: Assumed | None = None) -> torch.Ten
     decides by them, where that is noted."""
     if not isinstance(tensor, FakeTensor):
         return tensor
-    known: _KnownValues | None = getattr(tensor, "known", None)
-    if known is None or known.lost[0] or (known.choice and decides is None):
+    known = _known(tensor)
+    if known is None or (known.choice and decides is None):
         return None
     if decides is not None:
         known.say(decides)
     return known.values
+
+
+def _known(tensor: torch.Tensor) -> _KnownValues | None:
+    """What is known of a tensor's values, unless it has others of another type by now, as its ``data``."""
+    known: _KnownValues | None = getattr(tensor, "known", None)
+    if known is None or known.lost[0] or known.values.dtype is not tensor.dtype:
+        return None
+    return known
 
 
 class _NotKnown(Exception):
@@ -301,8 +311,8 @@ def _with_values(value: Any, known: list[_KnownValues]) -> Any:
     if isinstance(value, torch.Tensor):
         if not isinstance(value, FakeTensor):
             return value
-        its: _KnownValues | None = getattr(value, "known", None)
-        if its is None or its.lost[0]:
+        its = _known(value)
+        if its is None:
             raise _NotKnown
         known.append(its)
         return known[-1].values
@@ -340,14 +350,14 @@ def _facts(func: Any) -> _Facts:
     return _Facts(writes, computable, decide, like, kernel)
 
 
-def _is_small(result: Any) -> bool:
-    """Whether the values of a result are worth being computed."""
+def _is_small(result: Any, floats: int = _MOST_FLOATS) -> bool:
+    """Whether the values of a result are worth being computed, if they are so many floats at most."""
     if isinstance(result, (tuple, list)):
-        return bool(result) and all(map(_is_small, result))
+        return bool(result) and all(_is_small(one, floats) for one in result)
     if not isinstance(result, torch.Tensor):
         return False
-    floats = result.dtype.is_floating_point or result.dtype.is_complex
-    return prod(result.shape) <= (_MOST_FLOATS if floats else _MOST_INTEGERS)
+    are_floats = result.dtype.is_floating_point or result.dtype.is_complex
+    return prod(result.shape) <= (floats if are_floats else _MOST_INTEGERS)
 
 
 def forget(value: Any) -> None:

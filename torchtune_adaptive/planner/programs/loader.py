@@ -91,8 +91,9 @@ class LongestBatches:
         # Where rows differ, one is shorter, so that there is padding, and what hides it.
         made = [longest] * (number - 1) + [longest if shorter is None or number == 1 else shorter]
         batch = collate([copy.deepcopy(row) for row in made])
-        self._note(index)
-        self._seen = Seen(len(rows), _tokens(batch, number), looked_at, *self._data.part)
+        if torch.is_grad_enabled():  # not an evaluation
+            self._note(index)
+            self._seen = Seen(len(rows), _tokens(batch, number), looked_at, *self._data.part)
         return batch
 
     def _note(self, index: Any) -> None:

@@ -184,7 +184,8 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
         **dict.fromkeys(("GKD", "GOLD", "IWOPD"), talk),
         **dict.fromkeys(("DPO", "IPO", "ORPO", "SIMPO", "CPO", "TPO"), pair),
     }
-    return by_trainer.get(kind, {"text": text, "prompt": text, "solution": _WORD})
+    asked = [{"role": "user", "content": text}]  # TRL's own rewards are of answers in a talk
+    return by_trainer.get(kind, {"text": text, "prompt": asked, "solution": _WORD})
 
 
 def _stand_in(kind: str, module: Any) -> None:

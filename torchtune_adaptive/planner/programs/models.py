@@ -52,8 +52,10 @@ class Models:
         return all(map(shortening.still_repeats, self._alive))
 
     def config(self) -> Any:
-        """The config of the first model that has one."""
-        return next(model.config for model in self._alive if hasattr(model, "config"))
+        """The config of the first model that generates."""
+        made: list[Any] = [*self._alive]
+        may = (one for one in made if hasattr(one, "can_generate") and one.can_generate())
+        return next(may).config
 
     def follow(self, imports: WhenImported) -> None:
         """Make models from now on, those of transformers once that is imported."""
@@ -95,6 +97,8 @@ class Models:
         ) -> Any:
             """A model without weights, in the host's memory as after reading these, or quantized or
             distributed over ranks on the device."""
+            if torch.get_default_device().type == "meta":  # a part of a model that is made
+                return of_config(kind, config, **options)
             tell(f"making {kind.__name__}")
             with torch.device("meta"):
                 model = of_config(kind, config, **options)

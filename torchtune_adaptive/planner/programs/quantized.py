@@ -1,7 +1,7 @@
 """Weights and moments of few bits, as bitsandbytes has them, without its library for CUDA.
 
 Layers are replaced by transformers' quantizer, and bitsandbytes' own Python runs: it quantizes fake weights,
-and multiplies with them. Checked with bitsandbytes 0.50 and transformers 5.23.
+and multiplies with them. Checked with bitsandbytes 0.50 and transformers 5.6 and 5.23.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Quantizer:
         for name, weight in few_bits:
             _put(model, name, weight)
             read = torch.empty(self._read[id(weight)], dtype=weight.dtype, device=device)
-            _put(model, name, convert({name: read}, full_layer_name=name, model=model)[name])
+            _put(model, name, convert({name: [read]}, full_layer_name=name, model=model)[name])
         self._quantizer.postprocess_model(model)
         model.hf_quantizer = self._quantizer
 

@@ -254,6 +254,7 @@ class ProgramRun:
         try:
             with replaced(replacements), self._tracer.watch, face:
                 put(torch, "compile", self._compiled)
+                put(torch, "inference_mode", _without_gradients)
                 commands.execute(self.program.words)
         except _Done:
             raise
@@ -331,6 +332,13 @@ _ATTENTION = "scaled_dot_product_attention"
 
 def _no(*_: Any) -> bool:
     return False
+
+
+def _without_gradients(mode: Any = True) -> Any:
+    """``torch.inference_mode``, whose tensors cannot be fake; they take as much memory so."""
+    if callable(mode):  # a decorator
+        return torch.no_grad()(mode)
+    return torch.no_grad() if mode else torch.enable_grad()
 
 
 def _said(name: str, error: BaseException) -> str:

@@ -33,8 +33,9 @@ from torchtune_adaptive.planner.trace.step_tracer import StepTracer, state_of, u
 
 WANTED = 3
 """The number of steps that a program takes, if these repeat."""
-_MOST = 8
-"""The most steps among which one is looked for that repeats, and what precedes them."""
+_MOST, _MOST_GENERATING, _TIMES = 8, 80, 3
+"""The most steps among which one is looked for that repeats, and what precedes them; where several are about
+what one of them generates, until one has so many times."""
 _FORWARD, _BACKWARD, _UPDATE = "forward", "backward", "optimizer step"
 
 
@@ -140,7 +141,8 @@ class ProgramSteps:
     @property
     def may_go_on(self) -> bool:
         """Whether a further step may be like another one: an epoch may have ended in these."""
-        return len(self._parts) < _MOST
+        generate = 0 < len(self._generating) <= _TIMES
+        return len(self._parts) < (_MOST_GENERATING if generate else _MOST)
 
     @property
     def complete(self) -> bool:

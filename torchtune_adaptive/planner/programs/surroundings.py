@@ -81,7 +81,8 @@ class Surroundings:
         put(socket.socket, "connect", lambda one, address: _connected(connect, one, address))
         imports.call("datasets", lambda datasets: datasets.disable_caching())
         imports.call("safetensors.torch", lambda it: put(it, "save_file", lambda *_, **__: None))
-        imports.call("transformers.integrations.integration_utils", _no_reports)
+        imports.call("transformers.training_args", _no_reports)
+        imports.call("transformers.integrations.integration_utils", _no_callbacks)
         imports.call("transformers.trainer", _no_hub)
         imports.call("accelerate.tracking", lambda it: put(it, "filter_trackers", lambda *_: []))
 
@@ -89,6 +90,7 @@ class Surroundings:
         """Arrow opens files by itself."""
         for name in ("memory_map", "input_stream"):
             put(arrow, name, self._reading(getattr(arrow, name)))
+        put(arrow, "OSFile", self._opening(arrow.OSFile))
 
     def _of_tokenizers(self, tokenizers: Any) -> None:
         """Tokenizers write files by themselves."""
@@ -244,8 +246,18 @@ def _hosts() -> list[Any]:
         return []
 
 
-def _no_reports(integrations: Any) -> None:
+def _no_callbacks(integrations: Any) -> None:
     put(integrations, "get_reporting_integration_callbacks", lambda *_: [])
+
+
+def _no_reports(arguments: Any) -> None:
+    begin = arguments.TrainingArguments.__post_init__
+
+    def begun(one: Any) -> None:
+        begin(one)
+        one.report_to = []  # trainers ask this, too
+
+    put(arguments.TrainingArguments, "__post_init__", begun)
 
 
 def _no_hub(trainer: Any) -> None:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import cycle, islice
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -42,7 +42,6 @@ _NAMES = {
     ".distributed.weight_transfer.nccl_common": (_JOINS,),
     ".distributed.weight_transfer.packed_tensor": (_SENDS,),
 }
-_PACKAGES = (".utils", ".distributed", ".distributed.weight_transfer")
 
 
 class Vllm:
@@ -61,11 +60,9 @@ class Vllm:
         imports.call("trl.import_utils", lambda _: sys.meta_path.insert(0, stand_in))
         imports.call("trl.generation.vllm_client", lambda it: let_serve(it, _got, self._posted))
 
-    def _module(self, name: str) -> ModuleType | None:
-        part = name.removeprefix("vllm")
-        if part not in (*_NAMES, *_PACKAGES):
-            return None
-        made = ModuleType(name)
+    def _module(self, name: str) -> ModuleType:
+        part, made = name.removeprefix("vllm"), ModuleType(name)
+        vars(made)["__getattr__"] = partial(_unplanned, name)
         known: dict[str, Any] = {"LLM": partial(_Engine, self, self.gpu.total), _SENDS: _sent}
         known |= {_ADDRESS: lambda: "127.0.0.1", _JOINS: lambda _: SimpleNamespace(group=None)}
         vars(made).update({one: known.get(one, _Sampling) for one in _NAMES.get(part, ())})
@@ -98,7 +95,21 @@ class Vllm:
         """The tokens of so many texts."""
         with self.steps.generating():
             config = self.config()
-            return completions(config, config.eos_token_id, rows, sampling.max_tokens)
+            ends = config.get_text_config().eos_token_id
+            return completions(config, ends, rows, sampling.max_tokens)
+
+
+def _unplanned(module: str, name: str) -> type:
+    """What other versions of TRL import, too, and what ends the plan where it is used."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def used(*_: Any, **__: Any) -> NoReturn:
+        raise NoPrediction(
+            f"{module}.{name}: a part of vLLM that is not planned. Use vllm_mode=colocate, or TRL 1.16."
+        )
+
+    return type(name, (), {"__init__": used})
 
 
 class _Sampling(SimpleNamespace):
@@ -145,7 +156,9 @@ class _Engine:
         self._stream = fake_device.FakeStream()
         self._stream.number = BESIDE
         self._awake: AbstractContextManager[None] | None = None
-        length = max_model_len or getattr(vllm.config(), "max_position_embeddings", sys.maxsize)
+        length = max_model_len or getattr(
+            vllm.config().get_text_config(), "max_position_embeddings", sys.maxsize
+        )
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=lambda _: None))
         worker = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
         about = SimpleNamespace(max_model_len=length)
