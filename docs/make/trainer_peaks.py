@@ -35,15 +35,16 @@ head alone, and TRL gathers that. What is run is what real ranks do. Why DPO tak
 _KINDS = """\
 ## Each kind of trainer, adapter and optimizer
 
-A Llama of 12 tiny layers in bfloat16 on an H100, with every trainer of TRL 1.16, every method of PEFT 0.21, every optimizer that
-transformers 5.23 names, and ways to make batches. *Planned* runs a few layers, as `tune-adaptive plan` does; *all layers* runs the
-same program with all of them. Of {count} kinds, {planned} are planned.
+A Llama of 12 tiny layers in bfloat16 on an H100, with every trainer of TRL 1.16, every method of PEFT 0.21,
+every optimizer that transformers 5.23 names, and ways to make batches. *Planned* runs a few layers, as
+`tune-adaptive plan` does; *all layers* runs the same program with all of them. Of {count} kinds, {planned}
+are planned.
 
     python -m tests.helpers.trainer_kinds found.jsonl
 
 """
 _NOT = """
-The other {} end with a line that says why, most by an error of the library itself, which a GPU does not change:
+The other {} end with a line that says why. Most are errors of the libraries, which a GPU would not change:
 
 """
 

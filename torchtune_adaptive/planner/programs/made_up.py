@@ -185,7 +185,8 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
         **dict.fromkeys(("DPO", "IPO", "ORPO", "SIMPO", "CPO", "TPO"), pair),
     }
     asked = [{"role": "user", "content": text}]  # TRL's own rewards are of answers in a talk
-    return by_trainer.get(kind, {"text": text, "prompt": asked, "solution": _WORD})
+    rollout = {"text": text, "prompt": asked, "solution": _WORD, "privileged_context": _WORD}
+    return by_trainer.get(kind, rollout)
 
 
 def _stand_in(kind: str, module: Any) -> None:

@@ -283,9 +283,7 @@ class ProgramRun:
         if isinstance(error, SystemExit) and not error.code:
             return
         reason = (
-            error
-            if isinstance(error, NoPrediction)
-            else Failed(_said(self.program.name, error))
+            error if isinstance(error, NoPrediction) else Failed(_said(self.program.name, error))
         )
         if self._asked is None:
             raise reason from None
