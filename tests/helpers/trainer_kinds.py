@@ -85,7 +85,8 @@ def kinds(folder: Path) -> dict[str, Program]:
 
     def of(**settings: Any) -> Program:
         ranks = settings.pop("ranks", None)
-        return of_trainer({"trainer": "SFTTrainer", **shared, **settings}, gpu, ranks=ranks)
+        how = {"trainer": "SFTTrainer", **shared, **settings}
+        return of_trainer(how, gpu, ranks=ranks, ceiling=ROWS)
 
     def own(what: str) -> Program:
         words = "-m", "tests.helpers.trainer_kinds", "--train", what, str(folder)

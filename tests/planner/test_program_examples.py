@@ -1,8 +1,7 @@
-"""Some of the example files of other trainers, other ones each day, end as the page says."""
+"""The example files of other trainers end as the page says."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import subprocess
@@ -21,7 +20,8 @@ OF_TRL = json.loads((DATA / "example_scripts_trl.json").read_text())
 
 @pytest.mark.exhaustive
 @pytest.mark.runs
-def test_files_of_llama_factory(tmp_path: Path, beside_llama_factory: Path) -> None:
+@pytest.mark.parametrize("first", range(EVERY))
+def test_files_of_llama_factory(first: int, tmp_path: Path, beside_llama_factory: Path) -> None:
     python = beside_llama_factory
     source = ("--no-deps", "--no-binary", ":all:", "llamafactory==0.9.5")
     subprocess.run(
@@ -29,7 +29,6 @@ def test_files_of_llama_factory(tmp_path: Path, beside_llama_factory: Path) -> N
     )
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path, filter="data")
-    first = datetime.date.today().toordinal() % EVERY
     words = (next(tmp_path.glob("*/examples")), tmp_path / "found", str(EVERY), str(first))
     subprocess.run(
         [python, "-m", "tests.helpers.llama_factory_files", *words],
