@@ -8,6 +8,7 @@ it can have few.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,13 @@ import torch.distributed.fsdp
 import yaml
 
 from torchtune_adaptive.planner import gpus
+from torchtune_adaptive.planner.programs import made_up
 from torchtune_adaptive.planner.programs.request import Program
 from torchtune_adaptive.planner.programs.run import ProgramRun
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
 
 SECONDS, FEW = 240, 4
+KEPT: list[torch.library.Library] = []
 LAYERS = ("num_hidden_layers", "depth", "num_layers", "n_layer", "n_layers", "encoder_layers")
 KINDS = """
 mixtral|8x22b|8x7b:mixtral ministral-8b:ministral ministral-3|shieldstral|mistral-(small|medium):mistral3
@@ -51,6 +55,28 @@ starcoder2:starcoder2 deepseek-v4:deepseek_v4 deepseek:deepseek_v2 granite:grani
 hunyuan:hunyuan_v1_dense internvl:internvl mamba:mamba minimax:minimax_m2 olmo-3:olmo3 seed-oss:seed_oss
 """
 """The kind of each model, by a part of its name."""
+MARKS = {
+    "gemma3": "boi=<start_of_image> eoi=<end_of_image> image=<image_soft_token>",
+    "gemma3n": "boi=<start_of_image> eoi=<end_of_image> image=<image_soft_token> "
+    "boa=<start_of_audio> eoa=<end_of_audio> audio=<audio_soft_token>",
+    "gemma4": "boi=<|image> eoi=<image|> image=<|image|>",
+    "internvl": "start_image=<img> end_image=</img> context_image=<IMG_CONTEXT> video=<video>",
+    "paddleocr_vl": "image=<|IMAGE_PLACEHOLDER|>",
+    "cohere2_vision": "boi=<|START_OF_IMG|> eoi=<|END_OF_IMG|> image=<|IMG_PATCH|> "
+    "img_line_break=<|IMG_LINE_BREAK|>",
+}
+MARKS["gemma4_unified"] = MARKS["gemma4"]
+"""Tokens that processors find by their names in a tokenizer."""
+PARTS: dict[str, dict[str, Any]] = {
+    "gemma4": {"vision_config": {}},
+    "gemma4_unified": {"vision_config": {}},
+    "smolvlm": {"pad_token_id": 0},
+}
+"""What a config by itself does not have, or has wrong."""
+TEMPLATE = (
+    "{% for one in messages %}{{ one['role'] + ' ' }}{% for part in one['content'] %}"
+    "{{ 'IMAGE' if part['type'] == 'image' else part['text'] + ' ' }}{% endfor %}{% endfor %}"
+)
 
 
 def kind_of(model: str) -> str | None:
@@ -71,14 +97,71 @@ def shortened(config: Any) -> Any:
     return config
 
 
+def write_processor(kind: str, config: Any, folder: Path) -> None:
+    """Write the processor of a model of images, of parts as they are by themselves and of the sizes that the
+    config says, and a tokenizer that has few words, and the tokens that these write."""
+    import axolotl.processing_strategies
+    import transformers
+    from transformers.models.auto import auto_mappings, image_processing_auto, processing_auto
+
+    made = getattr(transformers, processing_auto.PROCESSOR_MAPPING_NAMES[kind])
+    texts = [Path(inspect.getfile(one)).read_text() for one in (made, axolotl.processing_strategies)]
+    found = re.findall(r"<\|[\w ]+\|>|<[\w/-]+>|\[[A-Z_]+\]", " ".join(texts))
+    named = dict(one.split("=") for one in MARKS.get(kind, "").split())
+    words = made_up.simple_tokenizer()
+    words.add_tokens(["user", "assistant", "model", "system"])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words.backend_tokenizer,
+        extra_special_tokens=[*dict.fromkeys([*found, *named.values()])],
+        model_specific_special_tokens={f"{name}_token": mark for name, mark in named.items()},
+        **{name: str(value) for name, value in words.special_tokens_map.items()},
+    )
+    said = {"num_additional_image_tokens": 1}  # the class token of CLIP
+    said |= vars(getattr(config, "vision_config", config)) | vars(config)
+    names = {
+        "image_processor": image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES,
+        "video_processor": auto_mappings.VIDEO_PROCESSOR_MAPPING_NAMES,
+        "feature_extractor": auto_mappings.FEATURE_EXTRACTOR_MAPPING_NAMES,
+    }
+    parts: dict[str, Any] = {"tokenizer": tokenizer}
+    for name in inspect.signature(made.__init__).parameters:
+        if name in names:
+            part = names[name][kind]
+            part = getattr(transformers, part["torchvision"] if isinstance(part, dict) else part)
+            parts[name] = part(**sizes_of(part, said))
+        elif name in said:
+            parts[name] = said[name]
+    processor = made(**parts)
+    mark = getattr(tokenizer, "image_token", None) or processor.image_token
+    written = processor.image_token
+    processor.chat_template = tokenizer.chat_template = TEMPLATE.replace("IMAGE", written)
+    mark = getattr(processor, "patch_token", mark)
+    for name in ("image_token_id", "image_token_index"):
+        if hasattr(config, name):
+            setattr(config, name, tokenizer.convert_tokens_to_ids(mark))
+    processor.save_pretrained(folder)
+
+
+def sizes_of(part: Any, said: dict[str, Any]) -> dict[str, Any]:
+    """The sizes of images and of patches that a processor makes, where these are not its own."""
+    found = {name: said[name] for name in ("patch_size", "merge_size") if name in said and hasattr(part, name)}
+    size, image = getattr(part, "size", None), said.get("image_size")
+    if isinstance(size, dict) and isinstance(image, int) and "longest_edge" not in size:
+        found["size"] = dict.fromkeys(size, image)
+        if getattr(part, "crop_size", None):
+            found["crop_size"] = image
+    return found
+
+
 def stand_in(kind: str, folder: Path) -> None:
     """Write the config of a model, with few layers if it can be made so."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto as known
 
-    config = AutoConfig.for_model(kind)
+    config = AutoConfig.for_model(kind, **PARTS.get(kind, {}))
     try:
-        few = shortened(AutoConfig.for_model(kind))
+        shortened(AutoConfig.for_model(kind, **PARTS.get(kind, {}))).save_pretrained(folder)
+        few = AutoConfig.from_pretrained(folder)
         seen = kind in known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         with torch.device("meta"):
             (AutoModelForImageTextToText if seen else AutoModelForCausalLM).from_config(few)
@@ -90,6 +173,11 @@ def stand_in(kind: str, folder: Path) -> None:
         **known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     }
     found = names.get(kind)
+    if found and kind in known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        try:
+            write_processor(kind, config, folder)
+        except Exception as error:
+            print(f"{kind}: no processor ({error!r})", file=sys.stderr)
     config.architectures = [found if isinstance(found, str) else found[0]] if found else None
     config.save_pretrained(folder)
 
@@ -150,8 +238,20 @@ def in_a_fork(function: Any, *arguments: Any) -> str:
     return said.decode() or "failed: no answer in time"
 
 
+def have_torchvision() -> None:
+    """Let torchvision be imported, if it is there, whose kernels may be for another torch: none is used."""
+    if find_spec("torchvision") is None:
+        return
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    KEPT.append(library)
+    import torchvision  # noqa: F401
+
+
 def main(examples: str, output: str, every: str = "1") -> None:
     models = Path(tempfile.mkdtemp())
+    have_torchvision()
     in_a_fork(stand_ins, models)
     log = Path(output)
     lines = log.read_text().splitlines() if log.exists() else []
