@@ -8,6 +8,7 @@ it can have few.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import math
@@ -68,8 +69,13 @@ MARKS = {
 MARKS["gemma4_unified"] = MARKS["gemma4"]
 """Tokens that processors find by their names in a tokenizer."""
 PARTS: dict[str, dict[str, Any]] = {
-    "gemma4": {"vision_config": {}},
-    "gemma4_unified": {"vision_config": {}},
+    "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
+    "gemma3n": {"text_config": {"num_hidden_layers": 10, "num_kv_shared_layers": 5}},
+    "gemma4": {"vision_config": {}, "text_config": {"num_hidden_layers": 6}},
+    "gemma4_unified": {"vision_config": {}, "text_config": {"num_hidden_layers": 6}},
+    **dict.fromkeys(("ministral", "hunyuan_v1_dense"), {"head_dim": 128}),
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
     "smolvlm": {"pad_token_id": 0},
 }
 """What a config by itself does not have, or has wrong."""
@@ -249,8 +255,16 @@ def have_torchvision() -> None:
     import torchvision  # noqa: F401
 
 
+def import_what_asks_nothing() -> None:
+    """Import packages that each plan needs, and to which it makes no difference where they run."""
+    for name in ("aiohttp", "httpx", "numba", "pandas", "PIL.Image", "pyarrow", "pydantic", "scipy.stats"):
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
 def main(examples: str, output: str, every: str = "1") -> None:
     models = Path(tempfile.mkdtemp())
+    import_what_asks_nothing()
     have_torchvision()
     in_a_fork(stand_ins, models)
     log = Path(output)
