@@ -150,7 +150,7 @@ class MadeUpRows:
         made = rows(kind, length, of_step)
         image = f" with an image of {_IMAGE} x {_IMAGE} pixels" if kind == "IMAGES" else ""
         note(
-            f"rows: made up, {length:,} tokens each{image}, one of a batch is shorter; the file's data are not "
+            f"rows: made up, {length:,} tokens each{image}, one of a padded batch is shorter; the file's data are not "
             "read"
         )
         if streaming:
