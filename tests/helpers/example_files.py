@@ -42,13 +42,13 @@ LAYERS = ("num_hidden_layers", "depth", "num_layers", "n_layer", "n_layers", "en
 KINDS = """
 mixtral|8x22b|8x7b:mixtral ministral-8b:ministral ministral-3|shieldstral|mistral-(small|medium):mistral3
 magistral|devstral:mistral3 voxtral:voxtral pixtral|llava:llava mistral:mistral dbrx:dbrx
-falcon-h1:falcon_h1 falcon-e:bitnet falcon:falcon llama-4|linearized:llama4 llama-3.2-11b-vision:mllama
+falcon-h1:falcon_h1 falcon-e:llama falcon:falcon llama-4|linearized:llama4 llama-3.2-11b-vision:mllama
 gemma-3n:gemma3n gemma-4-12b:gemma4_unified gemma-4:gemma4 gemma-3-(4|12|27):gemma3 gemma-3:gemma3_text
 gemma-2:gemma2 gemma:gemma qwen3.8-flash:qwen4_exp qwen3.8:qwen3_5 qwen3.5.*a\\d+b:qwen3_5_moe
 qwen3.5:qwen3_5 qwen3-next:qwen3_next qwen3-30b:qwen3_moe qwen2.5-vl:qwen2_5_vl qwen2-vl:qwen2_vl
 qwen1.5-moe:qwen2_moe qwen3|plano|skywork:qwen3 qwen2|qwen1.5|deepcoder|cogito-v1-preview-qwen|mimo:qwen2
 glm-4.7-flash:glm4_moe_lite glm-4.6v:glm46v glm-4.5:glm4_moe glm-5:glm_moe_dsa glm-4:glm4 gpt-oss:gpt_oss
-north-micro:cohere2_vision c4ai:cohere2 stablelm:stablelm jamba:jamba nemotron-3:nemotron_h
+north-micro:cohere_compass c4ai:cohere2 stablelm:stablelm jamba:jamba nemotron-3:nemotron_h
 nemotron-mini:nemotron paddleocr:paddleocr_vl phi-3:phi3 phi-:phi muse:muse_glimmer
 smollm2|llama|xgen|yi-|orpheus:llama smolvlm:smolvlm lfm2-8b:lfm2_moe lfm2-vl:lfm2_vl lfm2:lfm2
 apertus:apertus afm-:arcee trinity:afmoe cerebras-gpt:gpt2 gpt-j:gptj mpt:mpt pythia|redpajama:gpt_neox
@@ -60,7 +60,7 @@ MARKS = {
     "gemma3": "boi=<start_of_image> eoi=<end_of_image> image=<image_soft_token>",
     "gemma3n": "boi=<start_of_image> eoi=<end_of_image> image=<image_soft_token> "
     "boa=<start_of_audio> eoa=<end_of_audio> audio=<audio_soft_token>",
-    "gemma4": "boi=<|image> eoi=<image|> image=<|image|>",
+    "gemma4": "boi=<|image> eoi=<image|> image=<|image|> boa=<|audio> eoa=<audio|> audio=<|audio|>",
     "internvl": "start_image=<img> end_image=</img> context_image=<IMG_CONTEXT> video=<video>",
     "paddleocr_vl": "image=<|IMAGE_PLACEHOLDER|>",
     "cohere2_vision": "boi=<|START_OF_IMG|> eoi=<|END_OF_IMG|> image=<|IMG_PATCH|> "
@@ -68,6 +68,10 @@ MARKS = {
 }
 MARKS["gemma4_unified"] = MARKS["gemma4"]
 """Tokens that processors find by their names in a tokenizer."""
+SECTIONS = [
+    {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section}
+    for section in ([8, 12, 12], [16, 24, 24])
+]
 PARTS: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "gemma3n": {"text_config": {"num_hidden_layers": 10, "num_kv_shared_layers": 5}},
@@ -76,6 +80,8 @@ PARTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("ministral", "hunyuan_v1_dense"), {"head_dim": 128}),
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
+    "glm46v": {"text_config": {"rope_parameters": {"partial_rotary_factor": 0.5, **SECTIONS[0]}}},
+    "paddleocr_vl": {"text_config": {"rope_parameters": SECTIONS[1]}},
     "smolvlm": {"pad_token_id": 0},
 }
 """What a config by itself does not have, or has wrong."""
@@ -178,6 +184,8 @@ def stand_in(kind: str, folder: Path) -> None:
         **known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         **known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     }
+    if hasattr(seen := getattr(config, "vision_config", None), "out_hidden_size"):
+        seen.out_hidden_size = config.get_text_config().hidden_size
     found = names.get(kind)
     if found and kind in known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         try:

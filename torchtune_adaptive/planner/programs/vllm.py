@@ -1,4 +1,4 @@
-"""vLLM for TRL (1.16): what its engine holds on the GPUs of a training, or a server of it on others.
+"""vLLM for TRL (1.16; 1.9 imports it): what its engine holds on the GPUs of a training, or a server of it on others.
 
 It takes a share of the card, by its own setting, for its weights and its cache, and nothing of torch's. An
 engine that sleeps gives that back, but for CUDA graphs and the buffers of libraries. Texts are the longest
@@ -41,8 +41,13 @@ _NAMES = {
     ".utils.network_utils": (_ADDRESS,),
     ".distributed.weight_transfer.nccl_common": (_JOINS,),
     ".distributed.weight_transfer.packed_tensor": (_SENDS,),
+    ".distributed.device_communicators.pynccl": ("PyNcclCommunicator",),
+    ".distributed.utils": ("StatelessProcessGroup",),
 }
-_PACKAGES = (".utils", ".distributed", ".distributed.weight_transfer")
+_PACKAGES = (
+    *(".utils", ".distributed", ".distributed.weight_transfer"),
+    ".distributed.device_communicators",
+)
 
 
 class Vllm:
