@@ -170,6 +170,10 @@ def _seen(tensor: FakeTensor) -> torch.device:
         caller = inspect.currentframe().f_back  # type: ignore[union-attr]
         asks = f"{caller.f_globals.get('__name__', '')}."  # type: ignore[union-attr]
         inside = asks.startswith(("torch.", "torchtune_adaptive.planner."))
+        if caller.f_code.co_filename == "<string>":  # type: ignore[union-attr]
+            # A method of torch's, perhaps, whose text somebody has changed.
+            owner = type(caller.f_locals.get("self"))  # type: ignore[union-attr]
+            inside = inside or owner.__module__.startswith("torch.")
         if not inside and calls_are_seen():  # by ``Face``, which takes it for the fake one
             return _CUDA
     return device

@@ -50,6 +50,7 @@ def follow(ranks: int, recorder: Recorder) -> None:
     put(dist, "all_gather_object", _gathered)
     put(dist, "gather_object", lambda one, found=None, *_, **__: _gathered(found or [], one))
     put(dist, "all_reduce", _reducing(dist.all_reduce))
+    put(dist, "gather", _gathering_first(dist.gather))
     put(dist, "all_gather", _gathering(dist.all_gather))
     put(dist, "all_gather_into_tensor", _gathering(dist.all_gather_into_tensor))
     put(dist, "new_group", partial(_new_group, dist.new_group))
@@ -134,6 +135,16 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
         return done
 
     return gathered
+
+
+def _gathering_first(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """What gathers on the first rank, where the program is."""
+    gathered = _gathering(lambda found, tensor, *more, **named: gather(tensor, found, *more, **named))
+
+    def gathered_first(tensor: torch.Tensor, gather_list: Any = None, *more: Any, **named: Any) -> Any:
+        return gathered(gather_list, tensor, *more, **named)
+
+    return gathered_first
 
 
 def _set(tensor: torch.Tensor, values: torch.Tensor) -> None:
