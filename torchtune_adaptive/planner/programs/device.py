@@ -72,6 +72,7 @@ class Face(TorchFunctionMode):
             **{one: self._finite(one, False) for one in (torch.isnan, torch.isinf)},
             **{one: self._finite(one, False) for one in (_Tensor.isnan, _Tensor.isinf)},
             **{one: self._finite(one, True) for one in (torch.isfinite, _Tensor.isfinite)},
+            **dict.fromkeys((torch.nanmean, _Tensor.nanmean), torch.mean),  # for the same reason
         }
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -79,6 +80,9 @@ class Face(TorchFunctionMode):
         instead = self._instead.get(func)
         if instead and any(isinstance(one, FakeTensor) for one in args[:2]):
             return instead(*args, **kwargs)
+        if func is _Tensor.item and isinstance(args[0], DTensor):
+            if values_of(args[0].to_local()) is None:
+                return UnknownNumber(self._assumed)
         if func in (_Tensor.cuda, _Tensor.pin_memory):
             return self._instead[func](*args, **kwargs)
         if func is torch.device:
