@@ -82,6 +82,7 @@ class Surroundings:
         imports.call("datasets", lambda datasets: datasets.disable_caching())
         imports.call("safetensors.torch", lambda it: put(it, "save_file", lambda *_, **__: None))
         imports.call("transformers.integrations.integration_utils", _no_reports)
+        imports.call("wandb", lambda it: it.init())  # a run of nothing, which others may write to
         imports.call("transformers.trainer", _no_hub)
         imports.call("accelerate.tracking", lambda it: put(it, "filter_trackers", lambda *_: []))
 
