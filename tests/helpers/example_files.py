@@ -72,6 +72,9 @@ SECTIONS = [
     {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section}
     for section in ([8, 12, 12], [16, 24, 24])
 ]
+ROPE_OF_TYPES = dict.fromkeys(
+    ("full_attention", "sliding_attention"), {"rope_type": "default", "rope_theta": 10000.0}
+)
 PARTS: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "gemma3n": {"text_config": {"num_hidden_layers": 10, "num_kv_shared_layers": 5}},
@@ -80,6 +83,7 @@ PARTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("ministral", "hunyuan_v1_dense"), {"head_dim": 128}),
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
+    "cohere_compass": {"text_config": {"rope_parameters": ROPE_OF_TYPES}},
     "glm46v": {"text_config": {"rope_parameters": {"partial_rotary_factor": 0.5, **SECTIONS[0]}}},
     "paddleocr_vl": {"text_config": {"rope_parameters": SECTIONS[1]}},
     "smolvlm": {"pad_token_id": 0},

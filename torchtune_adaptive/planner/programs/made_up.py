@@ -213,7 +213,7 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
         "PAIRS": {f"{one}_{name}": row[name] for one in ("chosen", "rejected") for name in row}
         | media,
         "KL": {**row, **{f"kl_{name}": row[name] for name in row}, "kto_tags": first, **media},
-        "PPO": row,
+        **dict.fromkeys(("PPO", "EBFT"), row),
         **dict.fromkeys(("GKD", "GOLD", "IWOPD"), talk),
         **dict.fromkeys(("DPO", "IPO", "ORPO", "SIMPO", "CPO", "TPO"), pair),
     }
