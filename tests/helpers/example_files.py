@@ -1,9 +1,9 @@
-"""How many of Axolotl's example files are planned: ``example_files.py EXAMPLES FOUND [EVERY]``.
+"""How many of Axolotl's example files are planned: ``example_files.py EXAMPLES FOUND [FILE ...]``.
 
 A program for an environment that has Axolotl and ours. ``EXAMPLES`` is the folder of its source
-distribution; what is found is added to the JSON lines of ``FOUND``, and what is there already is not planned
-again. Each file is planned with a stand-in for its model: the config of the same kind, with few layers where
-it can have few.
+distribution, and files are all in there if none is named; what is found is added to the JSON lines of
+``FOUND``, and what is there already is not planned again. Each file is planned with a stand-in for its model:
+the config of the same kind, with few layers where it can have few, and a processor where it takes images.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,6 +101,10 @@ def kind_of(model: str) -> str | None:
     return next((kind for part, _, kind in pairs if re.search(part, model.lower())), None)
 
 
+def kind_of_file(path: Path) -> str | None:
+    return kind_of(yaml.safe_load(path.read_text())["base_model"])
+
+
 def shortened(config: Any) -> Any:
     """A config whose parts have few layers, of all types."""
     for part in (config, *(one for one in vars(config).values() if hasattr(one, "to_dict"))):
@@ -143,7 +148,9 @@ def write_processor(kind: str, config: Any, folder: Path) -> None:
     for name in inspect.signature(made.__init__).parameters:
         if name in names:
             part = names[name][kind]
-            part = getattr(transformers, part["torchvision"] if isinstance(part, dict) else part)
+            if isinstance(part, dict):
+                part = part["torchvision" if find_spec("torchvision") else "pil"]
+            part = getattr(transformers, part)
             parts[name] = part(**sizes_of(part, said))
         elif name in said:
             parts[name] = said[name]
@@ -200,8 +207,8 @@ def stand_in(kind: str, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def stand_ins(models: Path) -> None:
-    for kind in dict.fromkeys(one.rpartition(":")[2] for one in KINDS.split()):
+def stand_ins(models: Path, kinds: Iterable[str | None]) -> None:
+    for kind in dict.fromkeys(filter(None, kinds)):
         try:
             stand_in(kind, models / kind)
         except Exception as error:  # of a kind that this transformers does not have
@@ -274,22 +281,46 @@ def import_what_asks_nothing() -> None:
             importlib.import_module(name)
 
 
-def main(examples: str, output: str, every: str = "1") -> None:
+OUTCOMES = {
+    "planned": "^planned",
+    "refused: a program of this sort is not planned": (
+        "FullyShardedDataParallel|flex_attention: is|splits over ranks|flash_attn_gpu|not made up|"
+        "code of the Hub|kernels, which are"
+    ),
+    "asks for a value of the weights, which `--assume` gives": r"asks for (the|a) ",
+    "asks for a package that was not there": (
+        "ImportError|ModuleNotFoundError|DeepSpeed is not|ring_flash_attn|PackageNotFound"
+    ),
+    "Axolotl's own validation refuses the file": "ValidationError|DeprecationWarning",
+    "Axolotl freezes all parameters, or has too few rows": "ended after",
+    "no answer in time": "no answer in time",
+    "no config of that kind in transformers": "^no stand-in",
+    "another error of Axolotl or a library, with this stand-in or on the fake device": "",
+}
+"""The sorts of outcomes, and how what was said of such begins, or what it has; the first that does."""
+
+
+def outcome(said: str) -> str:
+    return next(name for name, part in OUTCOMES.items() if re.search(part, said))
+
+
+def main(examples: str, output: str, *named: str) -> None:
     models = Path(tempfile.mkdtemp())
     import_what_asks_nothing()
     have_torchvision()
-    in_a_fork(stand_ins, models)
     log = Path(output)
     lines = log.read_text().splitlines() if log.exists() else []
     found = dict(json.loads(line) for line in lines)
-    paths = sorted(path for path in Path(examples).rglob("*.y*ml") if "cloud" not in path.parts)
-    for path in paths[:: int(every)]:
+    every = sorted(path for path in Path(examples).rglob("*.y*ml") if "cloud" not in path.parts)
+    paths = [Path(examples, name) for name in named] or every
+    in_a_fork(stand_ins, models, map(kind_of_file, paths))
+    for path in paths:
         name = str(path.relative_to(examples))
         if name not in found:
             found[name] = in_a_fork(planned, path.resolve(), models)
             with log.open("a") as file:
                 print(json.dumps([name, found[name]]), file=file, flush=True)
-    print(Counter(one.partition(":")[0] for one in found.values()))
+    print(Counter(map(outcome, found.values())))
 
 
 if __name__ == "__main__":
