@@ -128,16 +128,17 @@ def test_files_of_axolotl_with_images(tmp_path: Path, beside_axolotl: Path) -> N
     found = plan(beside_axolotl, tmp_path, "file.yaml")
     assert (found["rows"], found["tokens_in_a_row"]) == (4, 512)
     assert any("an image of 1024 x 1024 pixels" in line for line in found["assumptions"])
+    for path in (tmp_path / "model").iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    done = run(beside_axolotl, tmp_path, "-m", "torchtune_adaptive", "plan", "file.yaml")
+    assert done.returncode and "makes no numbers of images" in done.stdout + done.stderr
 
 
 def test_what_axolotl_does_not_take_is_said_by_it(folder: Path, beside_axolotl: Path) -> None:
-    for changes, said in (
-        ({"adapter": "qlora"}, "ValidationError"),
-        ({"processor_type": "AutoProcessor"}, "makes no numbers of images"),
-    ):
-        (folder / "file.yaml").write_text(yaml.safe_dump({**OF_AXOLOTL, **changes}))
-        done = run(beside_axolotl, folder, "-m", "torchtune_adaptive", "plan", "file.yaml")
-        assert done.returncode and said in done.stdout + done.stderr
+    (folder / "file.yaml").write_text(yaml.safe_dump({**OF_AXOLOTL, "adapter": "qlora"}))
+    done = run(beside_axolotl, folder, "-m", "torchtune_adaptive", "plan", "file.yaml")
+    assert done.returncode and "ValidationError" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("stage", "tokens"), [("sft", 1), ("dpo", 2), ("kto", 1), ("pt", 1)])

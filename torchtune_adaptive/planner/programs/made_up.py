@@ -91,7 +91,8 @@ class MadeUpRows:
             config.tokenizer_use_mistral_common = None  # rows are of tokens
             done = normalize(config)
             of_step = config.micro_batch_size * config.gradient_accumulation_steps
-            other = "images" if config.processor_type else "sft"
+            images = config.processor_type and config.skip_prepare_dataset
+            other = "images" if images else "sft"
             kind = config.rl or ("reward" if config.reward_model else other)
             kind = str(getattr(kind, "value", kind))
             self._wanted = _Wanted(kind.upper(), config.sequence_len, of_step)
