@@ -126,7 +126,9 @@ def write_processor(kind: str, config: Any, folder: Path) -> None:
     from transformers.models.auto import auto_mappings, image_processing_auto, processing_auto
 
     made = getattr(transformers, processing_auto.PROCESSOR_MAPPING_NAMES[kind])
-    texts = [Path(inspect.getfile(one)).read_text() for one in (made, axolotl.processing_strategies)]
+    texts = [
+        Path(inspect.getfile(one)).read_text() for one in (made, axolotl.processing_strategies)
+    ]
     found = re.findall(r"<\|[\w ]+\|>|<[\w/-]+>|\[[A-Z_]+\]", " ".join(texts))
     named = dict(one.split("=") for one in MARKS.get(kind, "").split())
     words = made_up.simple_tokenizer()
@@ -167,7 +169,11 @@ def write_processor(kind: str, config: Any, folder: Path) -> None:
 
 def sizes_of(part: Any, said: dict[str, Any]) -> dict[str, Any]:
     """The sizes of images and of patches that a processor makes, where these are not its own."""
-    found = {name: said[name] for name in ("patch_size", "merge_size") if name in said and hasattr(part, name)}
+    found = {
+        name: said[name]
+        for name in ("patch_size", "merge_size")
+        if name in said and hasattr(part, name)
+    }
     size, image = getattr(part, "size", None), said.get("image_size")
     if isinstance(size, dict) and isinstance(image, int) and "longest_edge" not in size:
         found["size"] = dict.fromkeys(size, image)
@@ -276,7 +282,16 @@ def have_torchvision() -> None:
 
 def import_what_asks_nothing() -> None:
     """Import packages that each plan needs, and to which it makes no difference where they run."""
-    for name in ("aiohttp", "httpx", "numba", "pandas", "PIL.Image", "pyarrow", "pydantic", "scipy.stats"):
+    for name in (
+        "aiohttp",
+        "httpx",
+        "numba",
+        "pandas",
+        "PIL.Image",
+        "pyarrow",
+        "pydantic",
+        "scipy.stats",
+    ):
         with suppress(ImportError):
             importlib.import_module(name)
 

@@ -113,7 +113,9 @@ def test_files_of_axolotl(
 
 
 def test_files_of_axolotl_with_images(tmp_path: Path, beside_axolotl: Path) -> None:
-    make = "from tests.helpers.example_files import Path, stand_in; stand_in('gemma3', Path('model'))"
+    make = (
+        "from tests.helpers.example_files import Path, stand_in; stand_in('gemma3', Path('model'))"
+    )
     done = run(beside_axolotl, tmp_path, "-c", make)
     assert (tmp_path / "model" / "processor_config.json").exists(), done.stderr[-3000:]
     of_images = {

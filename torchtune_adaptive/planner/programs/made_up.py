@@ -214,7 +214,8 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
         "PAIRS": {f"{one}_{name}": row[name] for one in ("chosen", "rejected") for name in row}
         | media,
         "KL": {**row, **{f"kl_{name}": row[name] for name in row}, "kto_tags": first, **media},
-        **dict.fromkeys(("PPO", "EBFT"), row),
+        "PPO": row,
+        "EBFT": {**row, "prompt": _WORD},
         **dict.fromkeys(("GKD", "GOLD", "IWOPD"), talk),
         **dict.fromkeys(("DPO", "IPO", "ORPO", "SIMPO", "CPO", "TPO"), pair),
     }

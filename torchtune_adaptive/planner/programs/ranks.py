@@ -139,9 +139,13 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 def _gathering_first(gather: Callable[..., Any]) -> Callable[..., Any]:
     """What gathers on the first rank, where the program is."""
-    gathered = _gathering(lambda found, tensor, *more, **named: gather(tensor, found, *more, **named))
+    gathered = _gathering(
+        lambda found, tensor, *more, **named: gather(tensor, found, *more, **named)
+    )
 
-    def gathered_first(tensor: torch.Tensor, gather_list: Any = None, *more: Any, **named: Any) -> Any:
+    def gathered_first(
+        tensor: torch.Tensor, gather_list: Any = None, *more: Any, **named: Any
+    ) -> Any:
         return gathered(gather_list, tensor, *more, **named)
 
     return gathered_first
