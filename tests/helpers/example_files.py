@@ -73,15 +73,17 @@ SECTIONS = [
     {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section}
     for section in ([8, 12, 12], [16, 24, 24])
 ]
-ROPE_OF_TYPES = dict.fromkeys(
-    ("full_attention", "sliding_attention"), {"rope_type": "default", "rope_theta": 10000.0}
-)
+ROPE_OF_TYPES = {
+    name: {"rope_type": "default", "rope_theta": 10000.0}
+    for name in ("full_attention", "sliding_attention")
+}
 PARTS: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "gemma3n": {"text_config": {"num_hidden_layers": 10, "num_kv_shared_layers": 5}},
     "gemma4": {"vision_config": {}, "text_config": {"num_hidden_layers": 6}},
     "gemma4_unified": {"vision_config": {}, "text_config": {"num_hidden_layers": 6}},
-    **dict.fromkeys(("ministral", "hunyuan_v1_dense"), {"head_dim": 128}),
+    "ministral": {"head_dim": 128},
+    "hunyuan_v1_dense": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
     "cohere_compass": {"text_config": {"rope_parameters": ROPE_OF_TYPES}},

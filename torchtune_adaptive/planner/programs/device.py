@@ -80,9 +80,8 @@ class Face(TorchFunctionMode):
         instead = self._instead.get(func)
         if instead and any(isinstance(one, FakeTensor) for one in args[:2]):
             return instead(*args, **kwargs)
-        if func is _Tensor.item and isinstance(args[0], DTensor):
-            if values_of(args[0].to_local()) is None:
-                return UnknownNumber(self._assumed)
+        if func is _Tensor.item and isinstance(args[0], DTensor):  # of which a part may be known
+            func = self._of_shard
         if func in (_Tensor.cuda, _Tensor.pin_memory):
             return self._instead[func](*args, **kwargs)
         if func is torch.device:
@@ -101,6 +100,10 @@ class Face(TorchFunctionMode):
     def _item(self, tensor: torch.Tensor) -> Any:
         values = values_of(tensor)
         return UnknownNumber(self._assumed) if values is None else values.item()
+
+    def _of_shard(self, tensor: DTensor) -> Any:
+        known = values_of(tensor.to_local()) is not None
+        return _Tensor.item(tensor) if known else UnknownNumber(self._assumed)
 
     def _list(self, tensor: torch.Tensor) -> Any:
         values = values_of(tensor, self._assumed if tensor.dim() else None)

@@ -246,8 +246,8 @@ class _Kernels:
         if name.startswith("__"):
             raise AttributeError(name)
         raise NoPrediction(
-            f"flash_attn_gpu.{name}: is called without the functions of flash_attn, and not planned. Train with "
-            "flash_attention_2."
+            f"flash_attn_gpu.{name}: is called without the functions of flash_attn, and not planned. Train "
+            "with flash_attention_2."
         )
 
 

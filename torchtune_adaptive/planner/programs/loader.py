@@ -35,8 +35,8 @@ _TOKENS = "input_ids"
 
 
 class LongestBatches:
-    """Makes the batches of a program's loaders; ``rows`` and ``length``, if given, are those of each. Rows that
-    are made up are all as long as may be, so that it is known how many are packed into one."""
+    """Makes the batches of a program's loaders; ``rows`` and ``length``, if given, are those of each. Rows
+    that are made up are all as long as may be, so that it is known how many are packed into one."""
 
     def __init__(
         self, steps: ProgramSteps, rows: int | None, length: int | None, made_up: bool

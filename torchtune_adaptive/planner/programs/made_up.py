@@ -115,8 +115,8 @@ class MadeUpRows:
             processor = collator.processing_strategy.processor
             if not hasattr(processor, "image_processor"):
                 raise NoPrediction(
-                    f"{type(processor).__name__}: makes no numbers of images, and sounds are not made up. Give "
-                    "a folder with the model's processor by --hf, or plan the file with its own rows: "
+                    f"{type(processor).__name__}: makes no numbers of images, and sounds are not made up. "
+                    "Give a folder with the model's processor by --hf, or plan the file with its own rows: "
                     "tune-adaptive plan -m axolotl.cli.train FILE."
                 )
             batch = process(collator, rows)
@@ -151,8 +151,8 @@ class MadeUpRows:
         made = rows(kind, length, of_step)
         image = f" with an image of {_IMAGE} x {_IMAGE} pixels" if kind == "IMAGES" else ""
         note(
-            f"rows: made up, {length:,} tokens each{image}, one of a padded batch is shorter; the file's data are not "
-            "read"
+            f"rows: made up, {length:,} tokens each{image}, one of a padded batch is shorter; the file's "
+            "data are not read"
         )
         if streaming:
             made = made.to_iterable_dataset()

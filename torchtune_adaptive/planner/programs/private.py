@@ -77,7 +77,7 @@ def of_fetchers(follow: Callable[[Any], None]) -> None:
             follow(type(fetcher))
         return fetcher
 
-    loaders._DatasetKind.create_fetcher = staticmethod(created)
+    loaders._DatasetKind.create_fetcher = staticmethod(created)  # type: ignore[method-assign]
 
 
 def of_modules(apply: Callable[..., Any]) -> None:

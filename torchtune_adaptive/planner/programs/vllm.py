@@ -1,4 +1,4 @@
-"""vLLM for TRL (1.16; 1.9 imports it): what its engine holds on the GPUs of a training, or a server of it on others.
+"""vLLM for TRL (1.16): what its engine holds on the GPUs of a training, or a server of it on others.
 
 It takes a share of the card, by its own setting, for its weights and its cache, and nothing of torch's. An
 engine that sleeps gives that back, but for CUDA graphs and the buffers of libraries. Texts are the longest
