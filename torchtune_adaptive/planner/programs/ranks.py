@@ -40,7 +40,9 @@ def follow(ranks: int, recorder: Recorder) -> None:
     def joined(*_: Any, **__: Any) -> None:
         fake_device.init_fake_ranks(0, number())
 
-    put(dist, "init_process_group", joined)
+    meshes: Any = dist.device_mesh  # one of which may join by itself
+    for owner in (dist, dist.distributed_c10d, meshes):
+        put(owner, "init_process_group", joined)
     put(dist, "destroy_process_group", lambda *_: None)
     put(dist, "get_backend", lambda *_: "nccl")
     put(dist, "is_nccl_available", lambda: True)
