@@ -44,7 +44,7 @@ KINDS = """
 mixtral|8x22b|8x7b:mixtral ministral-8b:ministral ministral-3|shieldstral|mistral-(small|medium):mistral3
 magistral|devstral:mistral3 voxtral:voxtral pixtral|llava:llava mistral:mistral dbrx:dbrx
 falcon-h1:falcon_h1 falcon-e:llama falcon:falcon llama-4|linearized:llama4 llama-3.2-11b-vision:mllama
-gemma-3n:gemma3n gemma-4-12b:gemma4_unified gemma-4:gemma4 gemma-3-(4|12|27):gemma3 gemma-3:gemma3_text
+gemma-3n:gemma3n gemma-4-12b:gemma4_unified gemma-4:gemma4 gemma-3-(4|12|27)b:gemma3 gemma-3:gemma3_text
 gemma-2:gemma2 gemma:gemma qwen3\\.8-flash:qwen4_exp qwen3\\.8:qwen3_5 qwen3\\.5.*a\\d+b:qwen3_5_moe
 qwen3\\.5:qwen3_5 qwen3-next:qwen3_next qwen3-30b:qwen3_moe qwen2.5-vl:qwen2_5_vl qwen2-vl:qwen2_vl
 qwen1.5-moe:qwen2_moe qwen3|plano|skywork:qwen3 qwen2|qwen1.5|deepcoder|cogito-v1-preview-qwen|mimo:qwen2
