@@ -68,6 +68,11 @@ GROWN: list[tuple[str, int, str]] = [
         941,
         "trainers by settings, files of others, generation and vLLM are programs; plans are remembered",
     ),
+    (
+        "planner",
+        111,
+        "files of Axolotl: images, packed rows, wandb, adapters that FSDP2 shards",
+    ),
     ("torchtune_adaptive", 3, "when a schedule of one's own counts is said"),
 ]
 """A package, the lines that it has gained since its number was set, and what users have of them."""

@@ -23,6 +23,7 @@ from tests.helpers.results import (
     column,
     dropout_by_sample,
     errors_on_a_gpu,
+    example_files,
     failed,
     gain,
     largest_on_a_gpu,
@@ -167,6 +168,10 @@ CLAIMS = [
             ("docs/results/README.md", ", and "),
             ("docs/results/dropout.md", " alone, and "),
         )
+    ),
+    *(
+        Claim(page, r"(\d+) of the (\d+) example files of Axolotl 0\.19", example_files)
+        for page in ("README.md", "docs/trainer-files.md", "docs/results/example-files.md")
     ),
     Claim(
         "README.md",

@@ -50,7 +50,10 @@ AXOLOTL = (
 """What Axolotl needs, and can be used without a GPU; see ``WITHOUT_DEPENDENCIES``."""
 WITHOUT_DEPENDENCIES = (
     *("axolotl==0.19.0", "axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6"),
-    *("bitsandbytes==0.50.2", "kernels", "fastcore", "platformdirs", "triton==3.7.1"),
+    *("bitsandbytes==0.50.2", "fastcore", "platformdirs", "triton==3.7.1"),
+    *("kernels==0.16.2", "kernels-data", "tomlkit", "liger-kernel==0.8.1"),
+    *("mistral-common==1.11.5", "pydantic-extra-types", "pycountry", "tiktoken", "jsonschema"),
+    *("jsonschema-specifications", "referencing", "rpds-py", "attrs"),
 )
 """Axolotl, and what it imports and does not use there."""
 LLAMA_FACTORY = (

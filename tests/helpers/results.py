@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
+EXAMPLE_FILES = ROOT / "tests" / "data" / "example_files.json"
+"""How the plan of each of Axolotl's example files ended, by ``tests/helpers/example_files.py``."""
 
 
 def text_of(page: Path) -> str:
     """The words of a page on one line, without its blocks."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     return " ".join(re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE).split())
+
+
+def example_files() -> tuple[str, str]:
+    """How many of them are planned, and how many there are."""
+    outcomes = [*json.loads(EXAMPLE_FILES.read_text()).values()]
+    return str(outcomes.count("planned")), str(len(outcomes))
 
 
 def blocks(page: str, begin: str) -> list[str]:

@@ -112,25 +112,46 @@ def test_files_of_trl_that_generate(script: str, folder: Path, beside_trl: Path)
         ({}, LENGTH),
         ({"rl": "dpo", "chat_template": "llama3"}, 2 * LENGTH),
         ({"adapter": None, "gradient_checkpointing": True}, LENGTH),
-        ({"sample_packing": True, "attn_implementation": "flash_attention_2"}, None),
+        ({"sample_packing": True, "attn_implementation": "flash_attention_2"}, LENGTH),
     ],
     ids=["lora", "dpo", "full", "packed"],
 )
 def test_files_of_axolotl(
-    changes: dict[str, Any], tokens: int | None, folder: Path, beside_axolotl: Path
+    changes: dict[str, Any], tokens: int, folder: Path, beside_axolotl: Path
 ) -> None:
-    found = planned(beside_axolotl, folder, {**OF_AXOLOTL, **changes})
-    assert found["tokens_in_a_row"] == tokens and found["micro_batches"] == 2
+    found = planned(beside_axolotl, folder, {**OF_AXOLOTL, **changes, "wandb_project": "mine"})
+    assert (found["rows"], found["tokens_in_a_row"], found["micro_batches"]) == (4, tokens, 2)
+
+
+def test_files_of_axolotl_with_images(tmp_path: Path, beside_axolotl: Path) -> None:
+    make = (
+        "from tests.helpers.example_files import Path, stand_in; stand_in('gemma3', Path('model'))"
+    )
+    done = run(beside_axolotl, tmp_path, "-c", make)
+    assert (tmp_path / "model" / "processor_config.json").exists(), done.stderr[-3000:]
+    of_images = {
+        "processor_type": "AutoProcessor",
+        "chat_template": "gemma3",
+        "skip_prepare_dataset": True,
+        "remove_unused_columns": False,
+        "sequence_len": 512,
+    }
+    keys = {**OF_AXOLOTL, **of_images, "val_set_size": 0}
+    (tmp_path / "file.yaml").write_text(yaml.safe_dump(keys))
+    found = plan(beside_axolotl, tmp_path, "file.yaml")
+    assert (found["rows"], found["tokens_in_a_row"]) == (4, 512)
+    assert any("an image of 1024 x 1024 pixels" in line for line in found["assumptions"])
+    for path in (tmp_path / "model").iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    done = run(beside_axolotl, tmp_path, "-m", "torchtune_adaptive", "plan", "file.yaml")
+    assert done.returncode and "makes no numbers of images" in done.stdout + done.stderr
 
 
 def test_what_axolotl_does_not_take_is_said_by_it(folder: Path, beside_axolotl: Path) -> None:
-    for changes, said in (
-        ({"adapter": "qlora"}, "ValidationError"),
-        ({"processor_type": "AutoProcessor"}, "images and sounds are not made up"),
-    ):
-        (folder / "file.yaml").write_text(yaml.safe_dump({**OF_AXOLOTL, **changes}))
-        done = run(beside_axolotl, folder, "-m", "torchtune_adaptive", "plan", "file.yaml")
-        assert done.returncode and said in done.stdout + done.stderr
+    (folder / "file.yaml").write_text(yaml.safe_dump({**OF_AXOLOTL, "adapter": "qlora"}))
+    done = run(beside_axolotl, folder, "-m", "torchtune_adaptive", "plan", "file.yaml")
+    assert done.returncode and "ValidationError" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("stage", "tokens"), [("sft", 1), ("dpo", 2), ("kto", 1), ("pt", 1)])

@@ -41,13 +41,22 @@ assert count.item() == 4 * here
 found = [None] * 4
 dist.all_gather_object(found, {"rank": dist.get_rank()})
 assert found == [{"rank": 0}] * 4
+own = torch.tensor(3.0, device="cuda")
+each = [torch.zeros_like(own) for _ in found]
+dist.gather(own, gather_list=each, dst=0)
+assert [one.item() for one in each] == [3.0] * 4
 """
+LOGS = """
+some = next(model.parameters()).detach().norm()
+print(some.item(), some.full_tensor().nanmean().item())
+"""
+JOINS_BY_A_MESH = JOINS.replace('dist.init_process_group("nccl")', 'init_device_mesh("cuda", (4,))')
 
 
-def program(folder: Path, wraps: str, step: str = STEP) -> Path:
+def program(folder: Path, wraps: str, step: str = STEP, joins: str = JOINS) -> Path:
     begin, _, rest = PROGRAM.partition("device = torch.device")
     rest = rest.partition("\n")[2]
-    text = begin + JOINS.replace("{", "{{").replace("}", "}}") + rest
+    text = begin + joins.replace("{", "{{").replace("}", "}}") + rest
     return written(folder, step, wraps, text=text)
 
 
@@ -71,6 +80,14 @@ def test_shards_have_a_part_of_them(tmp_path: Path) -> None:
         for name in ("parameters", "optimizer state"):
             assert part(plan, name) == pytest.approx(part(alone, name) / ranks, rel=0.01)
         assert plan.answers[0].peak.allocated < alone.answers[0].peak.allocated
+
+
+def test_a_mesh_joins_by_itself(tmp_path: Path) -> None:
+    whole, by_mesh = (
+        planned(program(tmp_path, ALL, LOGS + STEP, joins), ranks=4)
+        for joins in (JOINS, JOINS_BY_A_MESH)
+    )
+    assert by_mesh.answers[0].peak.allocated == whole.answers[0].peak.allocated
 
 
 def test_flat_parameters_are_refused(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ _BLOCK = 128
 def follow(imports: WhenImported) -> None:
     """Let programs find these packages from now on, and those that are on the Hub."""
     name = "flash_attn.flash_attn_interface"
-    sys.modules[name] = _module(name)  # type: ignore[assignment]
+    interface = sys.modules[name] = _module(name)  # type: ignore[assignment]
+    _MODULES["flash_attn"] |= {"flash_attn_interface": interface}
     StandIn("flash-attn", "2.8.3", "flash_attn", _module).follow()
     StandIn("flash-attn-3", "3.0.0", "flash_attn_interface", _module).follow()
     imports.call("kernels", lambda it: put(it, "get_kernel", _of_hub))
@@ -238,6 +239,18 @@ def _as_padded(hidden: torch.Tensor, places: torch.Tensor, rows: int, length: in
     return _put_first(hidden, places, rows * length).unflatten(0, (rows, length))
 
 
+class _Kernels:
+    """The kernels themselves, which xformers looks for as it is imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NoPrediction(
+            f"flash_attn_gpu.{name}: is called without the functions of flash_attn, and not planned. Train "
+            "with flash_attention_2."
+        )
+
+
 _IN_ROWS = {**_OPTIONS, "block_table": None}
 _VERSION_2 = {
     "flash_attn_func": _function("q k v", _OPTIONS),
@@ -254,9 +267,9 @@ _VERSION_3 = {
     "flash_attn_varlen_func": _function("q k v", _IN_ROWS_3, _LENGTHS),
     "flash_attn_with_kvcache": _with_cache,
 }
-_MODULES: dict[str, dict[str, Callable[..., Any]]] = {
+_MODULES: dict[str, dict[str, Any]] = {
     "flash_attn": _VERSION_2,
-    "flash_attn.flash_attn_interface": _VERSION_2,
+    "flash_attn.flash_attn_interface": _VERSION_2 | {"flash_attn_gpu": _Kernels()},
     "flash_attn.bert_padding": {
         "unpad_input": _unpadded,
         "pad_input": _as_padded,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -39,14 +40,17 @@ class WhenImported(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Followed(spec.loader, self._functions.pop(name))
+            # Who only asks whether it is there does not import it.
+            spec.loader = _Followed(spec.loader, partial(self._functions.pop, name, ()))
         return spec
 
 
 class _Followed(Loader):
     """A loader of a module, and functions that are called with it then."""
 
-    def __init__(self, loader: Any, functions: Sequence[Callable[[Any], None]]) -> None:
+    def __init__(
+        self, loader: Any, functions: Callable[[], Sequence[Callable[[Any], None]]]
+    ) -> None:
         self._loader, self._functions = loader, functions
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -55,7 +59,7 @@ class _Followed(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        for function in self._functions:
+        for function in self._functions():
             function(module)
 
     def __getattr__(self, name: str) -> Any:

@@ -7,6 +7,7 @@ import inspect
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import lcm
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.programs.data import LONGEST, LongestRows
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
-from torchtune_adaptive.planner.programs.private import fetchers
+from torchtune_adaptive.planner.programs.private import of_fetchers
 from torchtune_adaptive.planner.programs.request import Seen
 from torchtune_adaptive.planner.programs.steps import ProgramSteps
 
@@ -34,10 +35,13 @@ _TOKENS = "input_ids"
 
 
 class LongestBatches:
-    """Makes the batches of a program's loaders; ``rows`` and ``length``, if given, are those of each."""
+    """Makes the batches of a program's loaders; ``rows`` and ``length``, if given, are those of each. Rows
+    that are made up are all as long as may be, so that it is known how many are packed into one."""
 
-    def __init__(self, steps: ProgramSteps, rows: int | None, length: int | None) -> None:
-        self._steps, self.rows, self._length = steps, rows, length
+    def __init__(
+        self, steps: ProgramSteps, rows: int | None, length: int | None, made_up: bool
+    ) -> None:
+        self._steps, self.rows, self._length, self._made_up = steps, rows, length, made_up
         self._longest: dict[int, tuple[Any, Any, int, Any]] = {}
         self._data = LongestRows()
         self._seen: Seen | None = None
@@ -72,10 +76,12 @@ class LongestBatches:
             begin(*given.args, **given.kwargs)
 
         put(DataLoader, "__init__", begun)
-        for kind in fetchers():
-            fetch = kind.fetch
-            put(kind, "fetch", lambda one, index, fetch=fetch: self._batch(one, index, fetch))
+        of_fetchers(self._of_fetcher)
         put(torch, "randperm", _in_order)
+
+    def _of_fetcher(self, kind: Any) -> None:
+        fetch = kind.fetch
+        put(kind, "fetch", lambda one, index: self._batch(one, index, fetch))
 
     def _batch(self, fetcher: Any, index: Any, fetch: Any) -> Any:
         self._steps.batch()
@@ -86,11 +92,18 @@ class LongestBatches:
             fetcher.collate_fn = collate
         if not isinstance(rows, list) or not rows:  # one row, which the program batches
             return collate(rows)
+        if packed := isinstance(rows[0], list):  # each of the batch's rows consists of these
+            if not self._made_up:
+                return collate(rows)
+            packs, rows, index = len(rows), [*chain(*rows)], [*chain(*index)]
         longest, shorter, looked_at = self._longest_of(fetcher.dataset, rows)
         number = self.rows or len(rows)
         # Where rows differ, one is shorter, so that there is padding, and what hides it.
-        made = [longest] * (number - 1) + [longest if shorter is None or number == 1 else shorter]
-        batch = collate([copy.deepcopy(row) for row in made])
+        last = longest if shorter is None or number == 1 or packed else shorter
+        made = [copy.deepcopy(row) for row in [longest] * (number - 1) + [last]]
+        if packed:
+            made = [made] if packs == 1 else [[row] for row in made]
+        batch = collate(made)
         if torch.is_grad_enabled():  # not an evaluation
             self._note(index)
             self._seen = Seen(len(rows), _tokens(batch, number), looked_at, *self._data.part)

@@ -1,7 +1,8 @@
 """Rows that are made up, and a tokenizer where there is none, for what a file of a trainer trains.
 
 A file names datasets of the Hub. What is planned is the worst case that it allows: rows as long as may be,
-every token of which has a label, and one that is shorter, so that there is padding.
+every token of which has a label, and one that is shorter, so that there is padding. Where a processor makes
+numbers of images, each row has one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _STAGES = {"rm": "PAIRS", "kto": "KL", "ppo": "PPO"}
 """Stages of LLaMA-Factory with rows of their own kind."""
 _PROMPT = 512
 """Tokens of a prompt where nothing says how long it may be."""
+_IMAGE = 1024
+"""The width and the height of an image where nothing says them."""
 _SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
 _TEMPLATE = (
     "{% for m in messages %}{% generation %}{{ m['content'] + ' ' }}{% endgeneration %}{% endfor %}"
@@ -56,6 +59,7 @@ class MadeUpRows:
             "axolotl.utils.data.shared",
             lambda it: put(it, "load_dataset_with_config", self._of_config),
         )
+        imports.call("axolotl.utils.collators.mm_chat", self._of_collator)
         imports.call(
             "llamafactory.data.loader", lambda it: put(it, "get_dataset", self._of_llama_factory)
         )
@@ -83,16 +87,13 @@ class MadeUpRows:
         normalize = module.normalize_config
 
         def normalized(config: Any) -> Any:
-            if config.processor_type:
-                raise NoPrediction(
-                    f"processor_type: {config.processor_type}, but images and sounds are not made up. Plan "
-                    "the file with its own rows: tune-adaptive plan -m axolotl.cli.train FILE."
-                )
             config.loss_watchdog_threshold = None  # nothing is planned whose loss explodes
             config.tokenizer_use_mistral_common = None  # rows are of tokens
             done = normalize(config)
             of_step = config.micro_batch_size * config.gradient_accumulation_steps
-            kind = config.rl or ("reward" if config.reward_model else "sft")
+            images = config.processor_type and config.skip_prepare_dataset
+            other = "images" if images else "sft"
+            kind = config.rl or ("reward" if config.reward_model else other)
             kind = str(getattr(kind, "value", kind))
             self._wanted = _Wanted(kind.upper(), config.sequence_len, of_step)
             return done
@@ -101,9 +102,36 @@ class MadeUpRows:
 
     def _of_config(self, config: Any, *_: Any, **options: Any) -> Any:
         """What Axolotl reads for one of its datasets, as it is after that has been prepared."""
-        if self._wanted.kind not in ("SFT", "REWARD"):
+        if self._wanted.kind not in ("SFT", "REWARD", "IMAGES"):
             config["type"] = None
         return self._loaded(split="train", **options)
+
+    def _of_collator(self, module: Any) -> None:
+        """What Axolotl makes of rows with images, which it does not cut off."""
+        kind = module.MultiModalChatDataCollator
+        process = kind.process_rows
+
+        def processed(collator: Any, rows: Any) -> Any:
+            processor = collator.processing_strategy.processor
+            if not hasattr(processor, "image_processor"):
+                raise NoPrediction(
+                    f"{type(processor).__name__}: makes no numbers of images, and sounds are not made up. "
+                    "Give a folder with the model's processor by --hf, or plan the file with its own rows: "
+                    "tune-adaptive plan -m axolotl.cli.train FILE."
+                )
+            batch = process(collator, rows)
+            over = batch["input_ids"].shape[1] - (self._wanted.length or 0)
+            if over <= 0:
+                return batch
+            for row in rows:
+                said = row["messages"][-1]
+                said["content"] = said["content"][: -over * len(f" {_WORD}")] or _WORD
+            batch = process(collator, rows)
+            if (tokens := batch["input_ids"].shape[1]) > (self._wanted.length or 0):
+                note(f"rows: {tokens:,} tokens each, as an image alone has more than rows may have")
+            return batch
+
+        put(kind, "process_rows", processed)
 
     def _of_llama_factory(
         self, template: Any, model: Any, data: Any, training: Any, stage: str, **_: Any
@@ -121,8 +149,10 @@ class MadeUpRows:
                 "max_length: null, so nothing says how long rows may be. Give it with --max-length."
             )
         made = rows(kind, length, of_step)
+        image = f" with an image of {_IMAGE} x {_IMAGE} pixels" if kind == "IMAGES" else ""
         note(
-            f"rows: made up, {length:,} tokens each, one of a batch is shorter; the file's data are not read"
+            f"rows: made up, {length:,} tokens each{image}, one of a padded batch is shorter; the file's "
+            "data are not read"
         )
         if streaming:
             made = made.to_iterable_dataset()
@@ -173,6 +203,10 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
     said = [{"role": "user", "content": _WORD}, {"role": "assistant", "content": text}]
     talk = {"messages": said}
     media = dict.fromkeys(("images", "videos", "audios"))
+    if kind == "IMAGES":
+        from PIL import Image
+
+        return talk | {"images": [Image.new("RGB", (_IMAGE, _IMAGE))]}
     by_trainer: dict[str, dict[str, Any]] = {
         "SFT": row,
         "REWARD": {**row, "chosen_ids": tokens, "rejected_ids": tokens},
@@ -181,6 +215,7 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
         | media,
         "KL": {**row, **{f"kl_{name}": row[name] for name in row}, "kto_tags": first, **media},
         "PPO": row,
+        "EBFT": {**row, "prompt": _WORD},
         **dict.fromkeys(("GKD", "GOLD", "IWOPD"), talk),
         **dict.fromkeys(("DPO", "IPO", "ORPO", "SIMPO", "CPO", "TPO"), pair),
     }

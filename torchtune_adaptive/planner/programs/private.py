@@ -8,14 +8,14 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils.data._utils import fetch
+from torch.utils.data import dataloader as loaders
 
 from torchtune_adaptive.planner.private import FakeTensor, replaced
 
@@ -65,10 +65,19 @@ def without(key: str) -> Iterator[None]:
         yield
 
 
-def fetchers() -> Iterable[Any]:
-    """What gets the rows of a batch from a dataset, and collates them, for a loader: by ``fetch``, with
-    ``dataset`` and ``collate_fn``."""
-    return fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher
+def of_fetchers(follow: Callable[[Any], None]) -> None:
+    """Call a function with each kind of what gets the rows of a batch from a dataset, and collates them, for
+    a loader: by ``fetch``, with ``dataset`` and ``collate_fn``. Axolotl (0.19) has one of its own."""
+    create, followed = loaders._DatasetKind.create_fetcher, set[Any]()
+
+    def created(*arguments: Any) -> Any:
+        fetcher = create(*arguments)
+        if type(fetcher) not in followed:
+            followed.add(type(fetcher))
+            follow(type(fetcher))
+        return fetcher
+
+    loaders._DatasetKind.create_fetcher = staticmethod(created)  # type: ignore[method-assign]
 
 
 def of_modules(apply: Callable[..., Any]) -> None:

@@ -59,7 +59,11 @@ def follow(imports: WhenImported, assumed: Assumed) -> None:
 
         registered.replace(name, without_outliers)
         product = torch.ops.aten._int_mm.default  # what the library has it for
-        registered.replace("bitsandbytes::int8_linear_matmul", lambda a, b: product(a, b.t()))
+
+        def multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return product(a.flatten(0, -2), b.t()).unflatten(0, a.shape[:-1])
+
+        registered.replace("bitsandbytes::int8_linear_matmul", multiplied)
 
     let_subclass()
     imports.call("bitsandbytes.cextension", lambda it: put(it, "lib", _Library()))

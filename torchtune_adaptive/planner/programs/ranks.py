@@ -40,7 +40,9 @@ def follow(ranks: int, recorder: Recorder) -> None:
     def joined(*_: Any, **__: Any) -> None:
         fake_device.init_fake_ranks(0, number())
 
-    put(dist, "init_process_group", joined)
+    meshes: Any = dist.device_mesh  # one of which may join by itself
+    for owner in (dist, dist.distributed_c10d, meshes):
+        put(owner, "init_process_group", joined)
     put(dist, "destroy_process_group", lambda *_: None)
     put(dist, "get_backend", lambda *_: "nccl")
     put(dist, "is_nccl_available", lambda: True)
@@ -50,6 +52,7 @@ def follow(ranks: int, recorder: Recorder) -> None:
     put(dist, "all_gather_object", _gathered)
     put(dist, "gather_object", lambda one, found=None, *_, **__: _gathered(found or [], one))
     put(dist, "all_reduce", _reducing(dist.all_reduce))
+    put(dist, "gather", _gathering_first(dist.gather))
     put(dist, "all_gather", _gathering(dist.all_gather))
     put(dist, "all_gather_into_tensor", _gathering(dist.all_gather_into_tensor))
     put(dist, "new_group", partial(_new_group, dist.new_group))
@@ -134,6 +137,20 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
         return done
 
     return gathered
+
+
+def _gathering_first(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """What gathers on the first rank, where the program is."""
+    gathered = _gathering(
+        lambda found, tensor, *more, **named: gather(tensor, found, *more, **named)
+    )
+
+    def gathered_first(
+        tensor: torch.Tensor, gather_list: Any = None, *more: Any, **named: Any
+    ) -> Any:
+        return gathered(gather_list, tensor, *more, **named)
+
+    return gathered_first
 
 
 def _set(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -96,9 +96,8 @@ class ProgramRun:
         self._surroundings = Surroundings()
         self._steps = ProgramSteps(self._tracer, self._train, self._finish)
         self._models = Models(self._tracer, self._begin)
-        self._loader = LongestBatches(
-            self._steps, program.rows, None if program.made_up else program.length
-        )
+        length = None if program.made_up else program.length
+        self._loader = LongestBatches(self._steps, program.rows, length, program.made_up)
         recorder = self._tracer.recorder
         self._generation = TextGeneration(self._steps, recorder)
         self._vllm = Vllm(program.gpu, self._steps, recorder, self._models.config)

@@ -83,6 +83,7 @@ class Surroundings:
         imports.call("safetensors.torch", lambda it: put(it, "save_file", lambda *_, **__: None))
         imports.call("transformers.training_args", _no_reports)
         imports.call("transformers.integrations.integration_utils", _no_callbacks)
+        imports.call("wandb", lambda it: it.init())  # a run of nothing, which others may write to
         imports.call("transformers.trainer", _no_hub)
         imports.call("accelerate.tracking", lambda it: put(it, "filter_trackers", lambda *_: []))
 
