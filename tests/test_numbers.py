@@ -26,6 +26,7 @@ from tests.helpers.results import (
     example_files,
     failed,
     gain,
+    kinds_of_training,
     largest_on_a_gpu,
     of_trainers,
     percent,
@@ -168,6 +169,9 @@ CLAIMS = [
             ("docs/results/README.md", ", and "),
             ("docs/results/dropout.md", " alone, and "),
         )
+    ),
+    Claim(
+        "docs/planning.md", r"Of (\d+) kinds of training, .* names, (\d+) are", kinds_of_training
     ),
     *(
         Claim(page, r"(\d+) of the (\d+) example files of Axolotl 0\.19", example_files)

@@ -18,6 +18,14 @@ def text_of(page: Path) -> str:
     return " ".join(re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE).split())
 
 
+def kinds_of_training() -> tuple[str, str]:
+    """The kinds of training that were tried, and of these the planned ones, all of them to the byte."""
+    found = json.loads((ROOT / "tests" / "data" / "trainer_kinds.json").read_text())
+    planned = [peaks for peaks in found.values() if not isinstance(peaks, str)]
+    assert all(with_few == whole for with_few, whole in planned)
+    return str(len(found)), str(len(planned))
+
+
 def example_files() -> tuple[str, str]:
     """How many of them are planned, and how many there are."""
     outcomes = [*json.loads(EXAMPLE_FILES.read_text()).values()]
