@@ -73,6 +73,12 @@ GROWN: list[tuple[str, int, str]] = [
         111,
         "files of Axolotl: images, packed rows, wandb, adapters that FSDP2 shards",
     ),
+    (
+        "planner",
+        52,
+        "models that transformers splits over ranks, and programs that name layers, are planned",
+    ),
+    ("library", 1, "teachers are a setting"),
     ("torchtune_adaptive", 3, "when a schedule of one's own counts is said"),
 ]
 """A package, the lines that it has gained since its number was set, and what users have of them."""
