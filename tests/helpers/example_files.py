@@ -212,6 +212,7 @@ def stand_in(kind: str, folder: Path) -> None:
         except Exception as error:
             print(f"{kind}: no processor ({error!r})", file=sys.stderr)
     config.architectures = [found if isinstance(found, str) else found[0]] if found else None
+    config.dtype = torch.bfloat16  # as those of models are
     config.save_pretrained(folder)
 
 

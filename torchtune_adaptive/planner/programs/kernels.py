@@ -35,6 +35,9 @@ def follow(imports: WhenImported, gpu: Gpu) -> None:
     if StandIn(_TRITON, _VERSION, _TRITON, _module).follow():
         return
     imports.call("triton.runtime.jit", _of_jit)
+    imports.call(
+        "triton.runtime.autotuner", lambda it: put(it.Autotuner, "check_disk_cache", _tuned)
+    )
     imports.call("triton.runtime.driver", lambda driver: _of_driver(driver, gpu))
 
 
@@ -79,6 +82,12 @@ def _of_jit(jit: Any) -> None:
             _launched(kernel.fn, *arguments, **options)
 
     put(jit.JITFunction, "run", run)
+
+
+def _tuned(_: Any, key: Any, configs: Any, tune: Any) -> bool:
+    """Tune a kernel, and keep nothing of that for later runs, which are on a GPU."""
+    tune()
+    return False
 
 
 def _of_driver(module: Any, gpu: Gpu) -> None:
