@@ -70,7 +70,7 @@ GROWN: list[tuple[str, int, str]] = [
     ),
     (
         "planner",
-        111,
+        123,
         "files of Axolotl: images, packed rows, wandb, adapters that FSDP2 shards",
     ),
     (
