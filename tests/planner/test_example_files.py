@@ -1,12 +1,10 @@
-"""Which of Axolotl's example files are planned, as tests/data/example_files.json has it."""
+"""Which example files of other trainers are planned, as the records in tests/data have it."""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import tarfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,47 +12,63 @@ import pytest
 from tests.helpers.program_commands import run
 from tests.helpers.results import EXAMPLE_FILES, RESULTS
 
-RECORD: dict[str, str] = json.loads(EXAMPLE_FILES.read_text())
+DATA = EXAMPLE_FILES.parent
+RECORDS: dict[str, dict[str, str]] = {
+    "Axolotl": json.loads(EXAMPLE_FILES.read_text()),
+    "LLaMA-Factory": json.loads((DATA / "example_files_llama_factory.json").read_text()),
+    "TRL": json.loads((DATA / "example_scripts_trl.json").read_text()),
+}
 ELSEWHERE = ("cut_cross_entropy", "processor_type", "torchao", "qat:", "_4bit", "_8bit")
 """What files have that need what ``beside_axolotl`` does not have."""
-AT_ONCE = 3
+AT_ONCE, EVERY = 3, 12
 
 
-def test_the_page_has_the_counts_of_the_record() -> None:
-    rows = re.findall(
-        r"^\| (.*) \| (\d+) \|$", (RESULTS / "example-files.md").read_text(), re.MULTILINE
-    )
-    counts = Counter(RECORD.values())
-    assert {name: int(count) for name, count in rows} == {**counts, "all": counts.total()}
+@pytest.mark.parametrize("trainer", RECORDS)
+def test_the_page_has_the_counts_of_the_record(trainer: str) -> None:
+    page = (RESULTS / "example-files.md").read_text()
+    section = page.partition(f"\n## {trainer}\n")[2].partition("\n## ")[0]
+    outcomes = [*RECORDS[trainer].values()]
+    assert f"| planned | {outcomes.count('planned')} |" in section
+    assert f"| all | {len(outcomes)} |" in section
 
 
-@pytest.fixture(scope="module")
-def examples(beside_axolotl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example files of Axolotl's source distribution."""
-    folder = tmp_path_factory.mktemp("axolotl")
-    pip = [beside_axolotl, "-m", "pip", "download", "--quiet", "--no-deps"]
-    options = ["--no-binary", ":all:", "--dest", folder, "axolotl==0.19.0"]
-    subprocess.run([*pip, *options], check=True, timeout=600)
+def examples(python: Path, package: str, folder: Path) -> Path:
+    """The example files of a package's source distribution."""
+    pip = [python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+    subprocess.run([*pip, "--dest", folder, package], check=True, timeout=600)
     [archive] = folder.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         file.extractall(folder, filter="data")
-    return folder / "axolotl-0.19.0" / "examples"
+    return next(folder.glob("*/examples"))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.runs
-def test_files_that_are_planned_still_are(
-    examples: Path, beside_axolotl: Path, shard: int, tmp_path: Path
-) -> None:
+def test_files_of_axolotl(beside_axolotl: Path, shard: int, tmp_path: Path) -> None:
+    folder = examples(beside_axolotl, "axolotl==0.19.0", tmp_path)
     planned = [
         name
-        for name, outcome in RECORD.items()
-        if outcome == "planned"
-        and not any(one in (examples / name).read_text() for one in ELSEWHERE)
+        for name, outcome in RECORDS["Axolotl"].items()
+        if outcome == "planned" and not any(one in (folder / name).read_text() for one in ELSEWHERE)
     ]
     begin = shard * AT_ONCE % len(planned)
     names = (planned + planned)[begin : begin + AT_ONCE]
-    words = ("-m", "tests.helpers.example_files", str(examples), "found.jsonl", *names)
+    words = ("-m", "tests.helpers.example_files", str(folder), "found.jsonl", *names)
     done = run(beside_axolotl, tmp_path, *words)
     found = dict(map(json.loads, (tmp_path / "found.jsonl").read_text().splitlines()))
     assert found == dict.fromkeys(names, "planned"), done.stderr[-3000:]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.runs
+@pytest.mark.parametrize("first", range(EVERY))
+def test_files_of_llama_factory(first: int, tmp_path: Path, beside_llama_factory: Path) -> None:
+    folder = examples(beside_llama_factory, "llamafactory==0.9.5", tmp_path)
+    words = (str(folder), "found.jsonl", str(EVERY), str(first))
+    done = run(beside_llama_factory, tmp_path, "-m", "tests.helpers.llama_factory_files", *words)
+    found = dict(map(json.loads, (tmp_path / "found.jsonl").read_text().splitlines()))
+    assert found, done.stderr[-3000:]
+    for name, outcome in found.items():
+        if "pip install" not in outcome:  # a package that is not there
+            recorded = RECORDS["LLaMA-Factory"][name]
+            assert (outcome == "planned") == (recorded == "planned"), outcome
