@@ -75,7 +75,7 @@ GROWN: list[tuple[str, int, str]] = [
     ),
     (
         "planner",
-        52,
+        54,
         "models that transformers splits over ranks, and programs that name layers, are planned",
     ),
     ("library", 1, "teachers are a setting"),

@@ -14,6 +14,7 @@
         CheckpointError
         NoProgress
         NoPrediction
+            ProgramFailed
             NotRemembered
         RankLost
     Stopped

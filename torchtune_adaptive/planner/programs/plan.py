@@ -12,7 +12,7 @@ from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.programs.answer import ProgramAnswers
 from torchtune_adaptive.planner.programs.kept import KeptSteps, Remembered
 from torchtune_adaptive.planner.programs.request import About, Program
-from torchtune_adaptive.planner.programs.run import Failed, ProgramRun, Ran
+from torchtune_adaptive.planner.programs.run import ProgramFailed, ProgramRun, Ran
 from torchtune_adaptive.planner.programs.steps import WANTED
 from torchtune_adaptive.planner.trace.alike_layers import Shortening
 from torchtune_adaptive.planner.trace.any_depth import AnyDepth
@@ -37,7 +37,7 @@ def _answer(
         found = _asked(run, KeptSteps(kept, steps), ask)
         if alike is None or alike():
             return found
-    except Failed:  # of a layer, perhaps, that was left out
+    except ProgramFailed:  # of a layer, perhaps, that was left out
         pass
     return _asked(run, KeptSteps(Remembered(), RunSteps(run, whole=True)), ask)
 

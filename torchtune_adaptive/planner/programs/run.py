@@ -72,7 +72,7 @@ class Ran(NamedTuple):
     """The files that it has read, or looked for."""
 
 
-class Failed(NoPrediction):
+class ProgramFailed(NoPrediction):
     """An error of the program, which it might not have with all layers of its models."""
 
 
@@ -282,7 +282,9 @@ class ProgramRun:
         if isinstance(error, SystemExit) and not error.code:
             return
         reason = (
-            error if isinstance(error, NoPrediction) else Failed(_said(self.program.name, error))
+            error
+            if isinstance(error, NoPrediction)
+            else ProgramFailed(_said(self.program.name, error))
         )
         if self._asked is None:
             raise reason from None
