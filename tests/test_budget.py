@@ -69,7 +69,7 @@ GROWN: list[tuple[str, int, str]] = [
     ),
     (
         "planner",
-        111,
+        132,
         "files of Axolotl: images, packed rows, wandb, adapters that FSDP2 shards",
     ),
     ("torchtune_adaptive", 3, "when a schedule of one's own counts is said"),

@@ -15,7 +15,7 @@ from tests.helpers.program_commands import run
 from tests.helpers.results import EXAMPLE_FILES, RESULTS
 
 RECORD: dict[str, str] = json.loads(EXAMPLE_FILES.read_text())
-ELSEWHERE = ("cut_cross_entropy", "processor_type", "torchao", "qat:", "_4bit", "_8bit")
+ELSEWHERE = ("cut_cross_entropy", "processor_type", "torchao", "qat:", "torch_4bit", "torch_8bit")
 """What files have that need what ``beside_axolotl`` does not have."""
 AT_ONCE = 3
 
