@@ -70,7 +70,7 @@ GROWN: list[tuple[str, int, str]] = [
     ),
     (
         "planner",
-        123,
+        132,
         "files of Axolotl: images, packed rows, wandb, adapters that FSDP2 shards",
     ),
     (

@@ -307,10 +307,13 @@ OUTCOMES = {
     ),
     "asks for a value of the weights, which `--assume` gives": r"asks for (the|a) ",
     "asks for a package that was not there": (
-        "ImportError|ModuleNotFoundError|DeepSpeed is not|ring_flash_attn|PackageNotFound"
+        "ImportError|ModuleNotFoundError|DeepSpeed is not|ring_flash_attn|requires Mamba2 kernels"
     ),
     "Axolotl's own validation refuses the file": "ValidationError|DeprecationWarning",
     "Axolotl freezes all parameters, or has too few rows": "ended after",
+    "Axolotl rewrites attention for adapters, and does not find its text or class": (
+        r"Original (QKV|O) code|could not import attention class"
+    ),
     "no answer in time": "no answer in time",
     "no config of that kind in transformers": "^no stand-in",
     "another error of Axolotl or a library, with this stand-in or on the fake device": "",

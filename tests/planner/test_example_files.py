@@ -18,7 +18,7 @@ RECORDS: dict[str, dict[str, str]] = {
     "LLaMA-Factory": json.loads((DATA / "example_files_llama_factory.json").read_text()),
     "TRL": json.loads((DATA / "example_scripts_trl.json").read_text()),
 }
-ELSEWHERE = ("cut_cross_entropy", "processor_type", "torchao", "qat:", "_4bit", "_8bit")
+ELSEWHERE = ("cut_cross_entropy", "processor_type", "torchao", "qat:", "torch_4bit", "torch_8bit")
 """What files have that need what ``beside_axolotl`` does not have."""
 AT_ONCE, EVERY = 3, 12
 

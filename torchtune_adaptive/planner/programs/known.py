@@ -31,6 +31,7 @@ _MOST_INTEGERS, _MOST_FLOATS, _MOST_OF_DATA = 1 << 26, 1 << 12, 1 << 24
 """The elements that a tensor may have whose values are computed; more floats, such as images, where they
 follow from data, and are no weights, nor what an optimizer has for these."""
 _TO, _SCALAR = _aten._to_copy.default, _aten._local_scalar_dense.default
+_VIEW = _aten.view.default
 _LIKE = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
 """Operations whose result does not depend on the values of what they are given."""
 _VALUES_DECIDE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -130,7 +131,15 @@ class ProgramWatch(Watch):
             if self._recorder.log is not None:
                 self._recorder.log.read_by_host(args[0])
             return func(*given.args, **given.kwargs)  # to the host
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        impossible = ""
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except ValueError as error:
+            if func is not _VIEW:
+                raise
+            impossible = str(error)
+        if impossible:  # of the kind that it is on a GPU, which a program may expect
+            raise RuntimeError(impossible)
         if given is not None and _is_small(result, _MOST_OF_DATA if given.known else _MOST_FLOATS):
             self._note(result, given, func)
         elif func is _CHOICE and _is_small(result[1]):
