@@ -138,7 +138,7 @@ class ProgramWatch(Watch):
             if func is not _VIEW:
                 raise
             impossible = str(error)
-        if impossible:  # of the kind that it is on a GPU, which a program may expect
+        if impossible:  # as on a GPU, and without the other error, which holds its frames
             raise RuntimeError(impossible)
         if given is not None and _is_small(result, _MOST_OF_DATA if given.known else _MOST_FLOATS):
             self._note(result, given, func)
