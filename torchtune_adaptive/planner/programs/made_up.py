@@ -18,7 +18,7 @@ _STEPS = 6
 """The steps for which there are rows."""
 _SHORTER = 8
 _TOKEN, _WORD = 5, "a"
-_STAGES = {"rm": "PAIRS", "kto": "KL", "ppo": "PPO"}
+_STAGES = {"rm": "PAIRS", "kto": "KL", "ppo": "PPO", "pt": "TEXT"}
 """Stages of LLaMA-Factory with rows of their own kind."""
 _PROMPT = 512
 """Tokens of a prompt where nothing says how long it may be."""
@@ -215,6 +215,7 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
         | media,
         "KL": {**row, **{f"kl_{name}": row[name] for name in row}, "kto_tags": first, **media},
         "PPO": row,
+        "TEXT": {name: row[name] for name in ("input_ids", "attention_mask")},
         "EBFT": {**row, "prompt": _WORD},
         **dict.fromkeys(("GKD", "GOLD", "IWOPD"), talk),
         **dict.fromkeys(("DPO", "IPO", "ORPO", "SIMPO", "CPO", "TPO"), pair),
