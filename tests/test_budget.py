@@ -78,6 +78,11 @@ GROWN: list[tuple[str, int, str]] = [
         54,
         "models that transformers splits over ranks, and programs that name layers, are planned",
     ),
+    (
+        "planner",
+        175,
+        "flex attention, flat parameters, and parameters and optimizers on the host are planned",
+    ),
     ("library", 1, "teachers are a setting"),
     ("torchtune_adaptive", 3, "when a schedule of one's own counts is said"),
 ]

@@ -90,6 +90,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "glm46v": {"text_config": {"rope_parameters": {"partial_rotary_factor": 0.5, **SECTIONS[0]}}},
     "paddleocr_vl": {"text_config": {"rope_parameters": SECTIONS[1]}},
     "smolvlm": {"pad_token_id": 0},
+    "deepseek_v2": {"num_experts_per_tok": 6},
 }
 """What a config by itself does not have, or has wrong."""
 TEMPLATE = (
@@ -326,7 +327,7 @@ def outcome(said: str) -> str:
 
 
 def main(examples: str, output: str, *named: str) -> None:
-    models = Path(tempfile.mkdtemp())
+    models = Path(tempfile.mkdtemp(prefix="models-"))  # a name with "mpt" is a kind to Axolotl
     import_what_asks_nothing()
     have_torchvision()
     log = Path(output)

@@ -15,6 +15,7 @@ ATTENDS = """
 import sys
 from importlib.metadata import packages_distributions, version
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 from flash_attn.bert_padding import pad_input, unpad_input
 assert version("flash-attn") == "2.8.3" and packages_distributions()["flash_attn"] == ["flash-attn"]
@@ -36,6 +37,18 @@ def by_torch(q, k, v):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
+def by_blocks(q, k, v, attend=torch.compile(flex_attention)):
+    tokens = q.shape[1]
+    mask = torch.compile(create_block_mask)(lambda b, h, i, j: i >= j, 1, 1, tokens, tokens)
+    assert mask.kv_num_blocks.sum().item() == 1
+    q, *few = (one.transpose(1, 2) for one in (q, k[:, :, :2], v[:, :, :2]))
+    return attend(q, *few, block_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+def without_compiler(q, k, v):
+    return by_blocks(q, k, v, flex_attention)
+
+
 def in_all_ways(q, k, v):
     few = (one[:, :, :2].contiguous() for one in (k, v))
     out = flash_attn_func(q, *few, causal=True, window_size=(16, 0), softcap=5.0)
@@ -45,7 +58,8 @@ def in_all_ways(q, k, v):
 def attended(x, how=sys.argv[1]):
     parts = x.unflatten(-1, (4, 4, -1)).unbind(-2)[:3]
     parts = parts if how == "float32" else [one.bfloat16() for one in parts]
-    attend = dict(torch=by_torch, all=in_all_ways).get(how, flash_attn_func)
+    ways = dict(torch=by_torch, all=in_all_ways, flex=by_blocks, plain=without_compiler)
+    attend = ways.get(how, flash_attn_func)
     return torch.cat([attend(*parts)] * 4, -1).flatten(2).to(x.dtype)
 
 """
@@ -69,6 +83,13 @@ def test_flash_attention_has_all_its_functions(tmp_path: Path) -> None:
 def test_flash_attention_refuses_what_its_kernels_refuse(tmp_path: Path) -> None:
     with pytest.raises(NoPrediction, match="RuntimeError: FlashAttention only support fp16"):
         planned(written(tmp_path, text=ATTENDS), "float32")
+
+
+def test_flex_attention_is_planned_where_it_is_compiled(tmp_path: Path) -> None:
+    path = written(tmp_path, text=ATTENDS)
+    assert allocated(path, "flex") == pytest.approx(allocated(path, "alone"), rel=0.01)
+    with pytest.raises(NoPrediction, match=r"flex_attention: .* torch.compile\(flex_attention\)"):
+        planned(path, "plain")
 
 
 LAUNCHES = """

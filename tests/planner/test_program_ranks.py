@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.programs import PROGRAM, STEP, planned, written
-from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.programs import ProgramPlan
 
 pytestmark = [pytest.mark.runs, pytest.mark.alternating]
@@ -90,9 +89,43 @@ def test_a_mesh_joins_by_itself(tmp_path: Path) -> None:
     assert by_mesh.answers[0].peak.allocated == whole.answers[0].peak.allocated
 
 
-def test_flat_parameters_are_refused(tmp_path: Path) -> None:
-    wraps = (
-        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nmodel = FSDP(model)"
-    )
-    with pytest.raises(NoPrediction, match=r"FullyShardedDataParallel: .* Use FSDP2"):
-        planned(program(tmp_path, wraps), ranks=4)
+FLAT = """
+from torch.distributed.fsdp import CPUOffload
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+how = dict(device_id=device, {how})
+for number, layer in enumerate(model.layers):
+    model.layers[number] = FSDP(layer, **how)
+model = FSDP(model, **how)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+"""
+OFFLOADED = """
+from torch.distributed.fsdp import CPUOffloadPolicy
+for layer in model.layers:
+    fully_shard(layer, offload_policy=CPUOffloadPolicy())
+fully_shard(model, offload_policy=CPUOffloadPolicy())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+"""
+
+
+def test_flat_parameters_take_what_others_take(tmp_path: Path) -> None:
+    whole = planned(program(tmp_path, ALL), ranks=4)
+    for how in ("use_orig_params=False", "use_orig_params=True"):
+        plan = planned(program(tmp_path, FLAT.format(how=how)), ranks=4)
+        for name in ("parameters", "optimizer state"):
+            assert part(plan, name) == part(whole, name)
+        peak = plan.answers[0].peak.allocated
+        assert peak == pytest.approx(whole.answers[0].peak.allocated, rel=0.01)
+        assert any("FullyShardedDataParallel: " in line for line in plan.about.notes)
+
+
+def test_parameters_may_be_on_the_host(tmp_path: Path) -> None:
+    there = planned(program(tmp_path, ALL), ranks=4)
+    for wraps in (
+        OFFLOADED,
+        FLAT.format(how="cpu_offload=CPUOffload(True)"),
+        FLAT.format(how="cpu_offload=CPUOffload(True), use_orig_params=True"),
+    ):
+        plan = planned(program(tmp_path, wraps), ranks=4)
+        assert not {"parameters", "optimizer state"} & plan.answers[0].peak.parts.keys()
+        assert plan.answers[0].peak.allocated < there.answers[0].peak.allocated
+        assert any(line.startswith("optimizer: on the host") for line in plan.about.notes)

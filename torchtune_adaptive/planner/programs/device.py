@@ -173,6 +173,13 @@ def is_on_device(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and is_on_device(tensor.to_local())
 
 
+def is_planned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is fake, on the device or, perhaps between two uses there, on the host."""
+    return isinstance(tensor, FakeTensor) or (
+        isinstance(tensor, DTensor) and is_planned(tensor.to_local())
+    )
+
+
 def _seen(tensor: FakeTensor) -> torch.device:
     """The device that whoever asks sees: torch the fake one, and all others ``cuda:0``."""
     device = device_of(tensor)

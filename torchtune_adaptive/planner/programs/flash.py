@@ -34,8 +34,6 @@ def follow(imports: WhenImported) -> None:
     StandIn("flash-attn", "2.8.3", "flash_attn", _module).follow()
     StandIn("flash-attn-3", "3.0.0", "flash_attn_interface", _module).follow()
     imports.call("kernels", lambda it: put(it, "get_kernel", _of_hub))
-    flex = "torch.nn.attention.flex_attention"
-    imports.call(flex, lambda it: put(it, "flex_attention", _flex))
 
 
 class _How(NamedTuple):
@@ -208,13 +206,6 @@ def _rows(*lengths: Any) -> tuple[tuple[int, int], ...]:
 def _with_cache(*_: Any, **__: Any) -> Any:
     raise NoPrediction(
         "flash_attn_with_kvcache: is for inference, which is not planned. Train with flash_attn_func."
-    )
-
-
-def _flex(*_: Any, **__: Any) -> Any:
-    raise NoPrediction(
-        "flex_attention: is compiled for a GPU, and not planned in a program. Plan it with sdpa or "
-        "flash_attention_2, which take as much memory."
     )
 
 

@@ -95,6 +95,8 @@ class MadeUpRows:
             other = "images" if images else "sft"
             kind = config.rl or ("reward" if config.reward_model else other)
             kind = str(getattr(kind, "value", kind))
+            if config.ebft and config.ebft.mode:
+                kind = config.ebft.mode  # of its rows: strided ones are of tokens
             self._wanted = _Wanted(kind.upper(), config.sequence_len, of_step)
             return done
 
@@ -214,7 +216,7 @@ def _row(kind: str, length: int, first: bool = True) -> dict[str, Any]:
         "PAIRS": {f"{one}_{name}": row[name] for one in ("chosen", "rejected") for name in row}
         | media,
         "KL": {**row, **{f"kl_{name}": row[name] for name in row}, "kto_tags": first, **media},
-        "PPO": row,
+        **dict.fromkeys(("PPO", "STRIDED"), row),
         "TEXT": {name: row[name] for name in ("input_ids", "attention_mask")},
         "EBFT": {**row, "prompt": _WORD},
         **dict.fromkeys(("GKD", "GOLD", "IWOPD"), talk),

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import dataloader as loaders
 
 from torchtune_adaptive.planner.private import FakeTensor, replaced
+from torchtune_adaptive.planner.trace import fake_device
 
 _device: Any = FakeTensor.device
 
@@ -139,9 +140,15 @@ def let_subclass() -> None:
         return tensor.requires_grad_(requires_grad)
 
     def set_data(tensor: Any, data: Any) -> None:
-        compatible = torch._has_compatible_shallow_copy_type(tensor, data)
-        if not isinstance(data, FakeTensor) or (compatible and isinstance(tensor, FakeTensor)):
+        if isinstance(tensor, FakeTensor) and not isinstance(data, FakeTensor):
+            data = tensor.fake_mode.from_tensor(data)
+        if not isinstance(data, FakeTensor):
             data_of.__set__(tensor, data)  # type: ignore[attr-defined]
+            return
+        compatible = torch._has_compatible_shallow_copy_type(tensor, data)
+        if isinstance(tensor, FakeTensor) and (compatible or type(tensor) is type(data)):
+            data_of.__set__(tensor, _for_backend_of(tensor, data))  # type: ignore[attr-defined]
+            tensor.fake_device = data.fake_device
             return
         other = made(type(tensor), data, tensor.requires_grad)
         vars(other).update({**vars(tensor), **vars(other)})
@@ -150,6 +157,21 @@ def let_subclass() -> None:
 
     torch.Tensor._make_subclass = staticmethod(made)  # type: ignore[assignment, method-assign]
     torch.Tensor.data = property(data_of.__get__, set_data)  # type: ignore[assignment, attr-defined]
+
+
+def _for_backend_of(tensor: FakeTensor, data: FakeTensor) -> torch.Tensor:
+    """Data that a tensor can have. A fake one stays with the backend of the device on which it was made
+    (torch 2.13), wherever it is."""
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        return data
+    place, alike = data.fake_device, data.detach()
+    for other in (torch.device("cpu"), fake_device.device()):
+        data.fake_device = other
+        alike = data.detach()
+        if torch._has_compatible_shallow_copy_type(tensor, alike):
+            break
+    data.fake_device = place
+    return alike
 
 
 @functools.cache

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.planner.private import FakeTensor
+from torchtune_adaptive.planner.programs import made_up
 from torchtune_adaptive.planner.programs.imports import put
 from torchtune_adaptive.planner.programs.known import note, values_of
 from torchtune_adaptive.planner.programs.private import in_buckets, when_backward_ends
@@ -65,7 +65,8 @@ def follow(ranks: int, recorder: Recorder) -> None:
     for name in ("__init__", "forward", "no_sync"):
         put(DistributedDataParallel, name, getattr(_Replicated, name))
     _Replicated.recorder = recorder
-    put(FullyShardedDataParallel, "__init__", _refuse)
+    flat = FullyShardedDataParallel
+    put(flat, "__init__", _sharded_flat(flat.__init__))
 
 
 def number() -> int:
@@ -73,11 +74,19 @@ def number() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _refuse(*_: Any, **__: Any) -> None:
-    raise NoPrediction(
-        "FullyShardedDataParallel: its flat parameters cannot be planned. Use FSDP2: fully_shard, or "
-        "fsdp_version: 2 in the configuration of accelerate."
-    )
+def _sharded_flat(begin: Callable[..., None]) -> Callable[..., None]:
+    """``FullyShardedDataParallel``, which says what it does that is not planned."""
+
+    def begun(*arguments: Any, **options: Any) -> None:
+        made_up.note(
+            "FullyShardedDataParallel: memory is free once it is released; it may be held until another "
+            "stream has used it, so a run may take more (fully_shard does not hold it)"
+        )
+        if options.get("device_id") is not None:
+            options["device_id"] = fake_device.device()
+        begin(*arguments, **options)
+
+    return begun
 
 
 def _environment(ranks: int) -> dict[str, str]:

@@ -7,7 +7,7 @@ with other rows or another number of layers, and end after the third step of the
 - ``commands`` launches in this process what it would in others,
 - ``device`` shows it a GPU, and ``autocast`` what that casts,
 - ``models`` makes models without weights, and ``quantized`` lets these have few bits,
-- ``kernels`` and ``registered`` see the kernels that it launches,
+- ``kernels``, ``flash``, ``flex`` and ``registered`` see the kernels that it launches,
 - ``loader`` makes its batches, ``made_up`` rows where a trainer's file is planned, and ``generation`` texts
   of its models,
 - ``known`` records what it does on the device, and computes what follows from data; ``unknown`` is about what
@@ -43,6 +43,7 @@ from torchtune_adaptive.planner.programs import (
     ranks,
     registered,
 )
+from torchtune_adaptive.planner.programs.flex import FlexAttention
 from torchtune_adaptive.planner.programs.forks import Fork, IsFork, Questions, forked
 from torchtune_adaptive.planner.programs.generation import TextGeneration
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
@@ -102,6 +103,7 @@ class ProgramRun:
         self._generation = TextGeneration(self._steps, recorder)
         self._vllm = Vllm(program.gpu, self._steps, recorder, self._models.config)
         self._compiles = False
+        self._flex = FlexAttention(lambda: self._compiles, self._tracer.watch.paused)
         self._forks: dict[tuple[int, int, int], Fork] = {}
         """Forks by what shortens their models."""
         self._asked: Questions | None = None
@@ -242,6 +244,7 @@ class ProgramRun:
             made_up.MadeUpRows(self.program.length).follow(imports)
         self._generation.follow(imports)
         self._vllm.follow(imports)
+        self._flex.follow(imports)
         registered.follow(face)
         imports.call("transformers.masking_utils", lambda it: put(it, "is_tracing", _no))
         let_backward_run_in(face)
@@ -266,6 +269,8 @@ class ProgramRun:
         """What is compiled, as it is written; noted when it runs in a step."""
         if function is None:  # a decorator with options
             return self._compiled
+        if (alone := self._flex.compiled(function)) is not None:
+            return alone
         if isinstance(function, torch.nn.Module):
             self._compiles = True
             return function

@@ -22,7 +22,8 @@ from torch.optim.optimizer import (
 from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import MemoryEvent, NotRegular, RecordedStep
 from torchtune_adaptive.planner.private import in_backward
-from torchtune_adaptive.planner.programs.device import is_on_device
+from torchtune_adaptive.planner.programs import made_up
+from torchtune_adaptive.planner.programs.device import is_on_device, is_planned
 from torchtune_adaptive.planner.programs.imports import put
 from torchtune_adaptive.planner.programs.request import GENERATION
 from torchtune_adaptive.planner.told import tell
@@ -160,7 +161,7 @@ class ProgramSteps:
     def _forward(self, module: torch.nn.Module, _: Any) -> None:
         if not torch.is_grad_enabled() or in_backward():
             return
-        if not any(map(is_on_device, module.parameters())):
+        if not any(map(is_planned, module.parameters())):
             return
         self._hook.remove()
         self._hook = None
@@ -193,10 +194,11 @@ class ProgramSteps:
         self._recorder.relabel(gradients, Recorder.GRADIENTS)
 
     def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._between or not any(
-            is_on_device(one) for group in optimizer.param_groups for one in group["params"]
-        ):
+        trained = [one for group in optimizer.param_groups for one in group["params"]]
+        if self._between or not any(map(is_planned, trained)):
             return
+        if not any(map(is_on_device, trained)):
+            made_up.note("optimizer: on the host, of which neither memory nor time is planned")
         self.taken += 1
         self._done = len(self._recorder.events)
         self._recorder.category = Recorder.INPUTS

@@ -1,0 +1,137 @@
+"""Flex attention: what its kernels, which are compiled for a GPU, allocate, read, write and compute.
+
+Memory is as the templates of Inductor have it (torch 2.11 to 2.13).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.common import NoPrediction
+from torchtune_adaptive.planner.programs.imports import WhenImported, put
+from torchtune_adaptive.planner.programs.known import values_of
+from torchtune_adaptive.planner.trace import fake_device
+
+_MODULE = "torch.nn.attention.flex_attention"
+
+
+class FlexAttention:
+    """Lets a program call flex attention where it compiles it.
+
+    Args:
+        compiles: whether the program has compiled anything that may call it.
+        unrecorded: a context in which nothing is recorded.
+    """
+
+    def __init__(
+        self, compiles: Callable[[], bool], unrecorded: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._compiles, self._unrecorded = compiles, unrecorded
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    def follow(self, imports: WhenImported) -> None:
+        """Let it from now on."""
+        imports.call(_MODULE, self._of_module)
+
+    def compiled(self, function: Any) -> Callable[..., Any] | None:
+        """What stands for one of its functions where that is compiled by itself; None for all others."""
+        return self._compiled.get(function) if callable(function) else None
+
+    def _of_module(self, module: Any) -> None:
+        create = module.create_block_mask
+
+        def created(*arguments: Any, **options: Any) -> Any:
+            with self._unrecorded():  # which blocks of it there are is all that a kernel writes
+                return create(*arguments, **options)
+
+        def called(*arguments: Any, **options: Any) -> Any:
+            if self._compiles():
+                return _attend(*arguments, **options)
+            raise NoPrediction(
+                "flex_attention: is called without torch.compile, and would make the scores of all tokens. "
+                "Compile it: torch.compile(flex_attention)."
+            )
+
+        put(module, "flex_attention", called)
+        self._compiled = {create: created, called: _attend}
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    out, log_sum, highest = _FlexKernels.apply(_pairs(query, key, block_mask), query, key, value)
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        asked = return_aux.lse, return_aux.max_scores
+        found = zip(asked, (log_sum, highest), strict=True)
+        return out, AuxOutput(*(one if wanted else None for wanted, one in found))
+    return (out, log_sum) if return_lse else out
+
+
+def _pairs(query: torch.Tensor, key: torch.Tensor, mask: Any) -> int:
+    """The pairs of a query and a key in the blocks of a mask; of all, where the blocks are not known."""
+    everything = query.shape[:-1].numel() * key.shape[-2]
+    blocks = [] if mask is None else [mask.kv_num_blocks, mask.full_kv_num_blocks]
+    counts = [values_of(one) for one in blocks if one is not None]
+    found = [one for one in counts if one is not None]
+    if not found or len(found) < len(counts):
+        return everything
+    alike = query.shape[:2].numel() / found[0].shape[:2].numel()
+    pairs = alike * math.prod(mask.BLOCK_SIZE) * sum(int(one.sum()) for one in found)
+    return min(everything, int(pairs))
+
+
+class _FlexKernels(torch.autograd.Function):
+    """Attention, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, pairs: int, *given: torch.Tensor) -> Any:
+        query, _, value = given
+        out = torch.empty_like(query)
+        if value.shape[-1] != query.shape[-1]:
+            out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        log_sum, highest = (query.new_empty(query.shape[:-1], dtype=torch.float32) for _ in "12")
+        _ran("flex_attention", 4, pairs, [*given], [out, log_sum, highest])
+        ctx.save_for_backward(*given, out, log_sum)
+        ctx.pairs = pairs
+        ctx.mark_non_differentiable(highest)
+        return out, log_sum, highest
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
+        *given, out, log_sum = ctx.saved_tensors
+        delta = torch.empty_like(log_sum)
+        fake_device.ran("flex_attention_delta", [out, gradient], [delta])
+        rows = len(given[0])
+        gradients = [torch.empty_like(one.expand(rows, -1, -1, -1)) for one in given]
+        reads = [*given, gradient, log_sum, delta]
+        _ran("flex_attention_backward", 10, ctx.pairs, reads, gradients)
+        return None, *map(torch.Tensor.sum_to_size, gradients, (one.shape for one in given))
+
+
+def _ran(
+    name: str, flops: int, pairs: int, reads: list[torch.Tensor], writes: list[torch.Tensor]
+) -> None:
+    """Note a kernel, which takes so many FLOPs for each number of each query and a key that it sees."""
+    query, key, *_ = reads
+    rows, heads, length, size = query.shape
+    shape = (rows * heads, length, key.shape[-2], size)
+    dtype = str(query.dtype).removeprefix("torch.")
+    products = fake_device.Products(flops * size * pairs, dtype, shape)
+    fake_device.ran(name, reads, writes, products=products)
