@@ -49,7 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
 _TEXTS = {"num_generations": 2, "max_completion_length": 64}
 _LONGER = {"max_length": 2 * LENGTH, "max_completion_length": LENGTH}
 _OF = {
-    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "GMPOTrainer", "A2POTrainer"), _TEXTS),
+    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "GMPOTrainer"), _TEXTS),
     **dict.fromkeys(("SDFTTrainer", "SDPOTrainer"), _TEXTS),
     **dict.fromkeys(("GOLDTrainer", "IWOPDTrainer"), _LONGER),
 }

@@ -106,7 +106,8 @@ class _FlexKernels(torch.autograd.Function):
         out = torch.empty_like(query)
         if value.shape[-1] != query.shape[-1]:
             out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        log_sum, highest = (query.new_empty(query.shape[:-1], dtype=torch.float32) for _ in "12")
+        log_sum = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        highest = torch.empty_like(log_sum)
         _ran("flex_attention", 4, pairs, [*given], [out, log_sum, highest])
         ctx.save_for_backward(*given, out, log_sum)
         ctx.pairs = pairs

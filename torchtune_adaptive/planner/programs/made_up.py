@@ -89,6 +89,7 @@ class MadeUpRows:
         def normalized(config: Any) -> Any:
             config.loss_watchdog_threshold = None  # nothing is planned whose loss explodes
             config.tokenizer_use_mistral_common = None  # rows are of tokens
+            config.dataset_exact_deduplication = None  # which are alike
             done = normalize(config)
             of_step = config.micro_batch_size * config.gradient_accumulation_steps
             images = config.processor_type and config.skip_prepare_dataset
