@@ -303,7 +303,7 @@ def import_what_asks_nothing() -> None:
 OUTCOMES = {
     "planned": "^planned",
     "refused: a program of this sort is not planned": (
-        "FullyShardedDataParallel|flex_attention: is|splits over ranks|flash_attn_gpu|not made up|"
+        "flex_attention: is|splits over ranks|flash_attn_gpu|not made up|"
         "code of the Hub|kernels, which are"
     ),
     "asks for a value of the weights, which `--assume` gives": r"asks for (the|a) ",

@@ -12,7 +12,7 @@ from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
     from torchtune_adaptive.planner.programs.commands import command
-    from torchtune_adaptive.planner.programs.made_up import note
+    from torchtune_adaptive.planner.programs.notes import note
     from torchtune_adaptive.planner.programs.process import (
         plan_program,
         remembered_plan,

@@ -1,13 +1,14 @@
 """Flex attention: what its kernels, which are compiled for a GPU, allocate, read, write and compute.
 
-Memory is as the templates of Inductor have it (torch 2.11 to 2.13).
+Memory is as the templates of Inductor have it (torch 2.13).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,18 +22,14 @@ _MODULE = "torch.nn.attention.flex_attention"
 
 
 class FlexAttention:
-    """Lets a program call flex attention where it compiles it.
+    """Lets a program call flex attention where it compiles it; ``unrecorded`` is a context in which nothing
+    is recorded."""
 
-    Args:
-        compiles: whether the program has compiled anything that may call it.
-        unrecorded: a context in which nothing is recorded.
-    """
-
-    def __init__(
-        self, compiles: Callable[[], bool], unrecorded: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._compiles, self._unrecorded = compiles, unrecorded
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+    def __init__(self, unrecorded: Callable[[], AbstractContextManager[None]]) -> None:
+        self._unrecorded = unrecorded
+        self.within = False
+        """Whether the program has called something compiled, which may call it."""
+        self._compiled: list[tuple[Any, Callable[..., Any]]] = []
 
     def follow(self, imports: WhenImported) -> None:
         """Let it from now on."""
@@ -40,48 +37,39 @@ class FlexAttention:
 
     def compiled(self, function: Any) -> Callable[..., Any] | None:
         """What stands for one of its functions where that is compiled by itself; None for all others."""
-        return self._compiled.get(function) if callable(function) else None
+        return next((instead for one, instead in self._compiled if one is function), None)
 
     def _of_module(self, module: Any) -> None:
-        create = module.create_block_mask
+        create, parameters = module.create_block_mask, signature(module.flex_attention)
 
         def created(*arguments: Any, **options: Any) -> Any:
             with self._unrecorded():  # which blocks of it there are is all that a kernel writes
                 return create(*arguments, **options)
 
+        def attend(*arguments: Any, **options: Any) -> Any:
+            bound = parameters.bind(*arguments, **options)
+            bound.apply_defaults()
+            return _attend(bound.arguments, module.AuxOutput)
+
         def called(*arguments: Any, **options: Any) -> Any:
-            if self._compiles():
-                return _attend(*arguments, **options)
+            if self.within:
+                return attend(*arguments, **options)
             raise NoPrediction(
                 "flex_attention: is called without torch.compile, and would make the scores of all tokens. "
                 "Compile it: torch.compile(flex_attention)."
             )
 
         put(module, "flex_attention", called)
-        self._compiled = {create: created, called: _attend}
+        self._compiled = [(create, created), (called, attend)]
 
 
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    score_mod: Any = None,
-    block_mask: Any = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: Any = None,
-    *,
-    return_aux: Any = None,
-) -> Any:
-    out, log_sum, highest = _FlexKernels.apply(_pairs(query, key, block_mask), query, key, value)
-    if return_aux is not None:
-        from torch.nn.attention.flex_attention import AuxOutput
-
-        asked = return_aux.lse, return_aux.max_scores
-        found = zip(asked, (log_sum, highest), strict=True)
-        return out, AuxOutput(*(one if wanted else None for wanted, one in found))
-    return (out, log_sum) if return_lse else out
+def _attend(given: Mapping[str, Any], both: Callable[..., Any]) -> Any:
+    query, key, value = given["query"], given["key"], given["value"]
+    pairs = _pairs(query, key, given["block_mask"])
+    out, log_sum, highest = _FlexKernels.apply(pairs, query, key, value)
+    if (asked := given["return_aux"]) is not None:
+        return out, both(log_sum if asked.lse else None, highest if asked.max_scores else None)
+    return (out, log_sum) if given["return_lse"] else out
 
 
 def _pairs(query: torch.Tensor, key: torch.Tensor, mask: Any) -> int:

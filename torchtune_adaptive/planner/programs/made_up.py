@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torchtune_adaptive.common import NoPrediction
+from torchtune_adaptive.planner.programs import notes
 from torchtune_adaptive.planner.programs.imports import WhenImported, put
 
 _STEPS = 6
@@ -28,17 +29,6 @@ _SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "u
 _TEMPLATE = (
     "{% for m in messages %}{% generation %}{{ m['content'] + ' ' }}{% endgeneration %}{% endfor %}"
 )
-_noted: dict[str, None] = {}
-
-
-def note(line: str) -> None:
-    """Note what is to be said about a plan."""
-    _noted[line] = None
-
-
-def notes() -> tuple[str, ...]:
-    """What has been noted."""
-    return tuple(_noted)
 
 
 class MadeUpRows:
@@ -96,8 +86,8 @@ class MadeUpRows:
             other = "images" if images else "sft"
             kind = config.rl or ("reward" if config.reward_model else other)
             kind = str(getattr(kind, "value", kind))
-            if config.ebft and config.ebft.mode:
-                kind = config.ebft.mode  # of its rows: strided ones are of tokens
+            if config.ebft and config.ebft.mode == "strided":  # without prompts
+                kind = "strided"
             self._wanted = _Wanted(kind.upper(), config.sequence_len, of_step)
             return done
 
@@ -131,7 +121,9 @@ class MadeUpRows:
                 said["content"] = said["content"][: -over * len(f" {_WORD}")] or _WORD
             batch = process(collator, rows)
             if (tokens := batch["input_ids"].shape[1]) > (self._wanted.length or 0):
-                note(f"rows: {tokens:,} tokens each, as an image alone has more than rows may have")
+                notes.note(
+                    f"rows: {tokens:,} tokens each, as an image alone has more than rows may have"
+                )
             return batch
 
         put(kind, "process_rows", processed)
@@ -153,7 +145,7 @@ class MadeUpRows:
             )
         made = rows(kind, length, of_step)
         image = f" with an image of {_IMAGE} x {_IMAGE} pixels" if kind == "IMAGES" else ""
-        note(
+        notes.note(
             f"rows: made up, {length:,} tokens each{image}, one of a padded batch is shorter; the file's "
             "data are not read"
         )
@@ -240,7 +232,7 @@ def _stand_in(kind: str, module: Any) -> None:
                 return made  # and not one without words, as of some kinds without files
         except Exception:  # whatever the library raises where files are missing
             pass
-        note(f"tokenizer: none is at {path}, so a simple one stands in")
+        notes.note(f"tokenizer: none is at {path}, so a simple one stands in")
         return simple_tokenizer()
 
     auto.from_pretrained = found

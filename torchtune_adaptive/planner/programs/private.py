@@ -162,14 +162,12 @@ def let_subclass() -> None:
 def _for_backend_of(tensor: FakeTensor, data: FakeTensor) -> torch.Tensor:
     """Data that a tensor can have. A fake one stays with the backend of the device on which it was made
     (torch 2.13), wherever it is."""
-    if torch._has_compatible_shallow_copy_type(tensor, data):
-        return data
-    place, alike = data.fake_device, data.detach()
+    alike: torch.Tensor = data
+    place = data.fake_device
     for other in (torch.device("cpu"), fake_device.device()):
-        data.fake_device = other
-        alike = data.detach()
-        if torch._has_compatible_shallow_copy_type(tensor, alike):
-            break
+        if not torch._has_compatible_shallow_copy_type(tensor, alike):
+            data.fake_device = other
+            alike = data.detach()
     data.fake_device = place
     return alike
 

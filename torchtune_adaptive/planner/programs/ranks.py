@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.planner.private import FakeTensor
-from torchtune_adaptive.planner.programs import made_up
+from torchtune_adaptive.planner.programs import notes
 from torchtune_adaptive.planner.programs.imports import put
 from torchtune_adaptive.planner.programs.known import note, values_of
 from torchtune_adaptive.planner.programs.private import in_buckets, when_backward_ends
@@ -75,12 +75,12 @@ def number() -> int:
 
 
 def _sharded_flat(begin: Callable[..., None]) -> Callable[..., None]:
-    """``FullyShardedDataParallel``, which says what it does that is not planned."""
+    """What begins ``FullyShardedDataParallel``, and says what it does that is not planned."""
 
     def begun(*arguments: Any, **options: Any) -> None:
-        made_up.note(
-            "FullyShardedDataParallel: memory is free once it is released; it may be held until another "
-            "stream has used it, so a run may take more (fully_shard does not hold it)"
+        notes.note(
+            "FullyShardedDataParallel: planned as if memory could be used again once it is released; a run "
+            "may hold it until another stream is done, and take more (fully_shard does not)"
         )
         if options.get("device_id") is not None:
             options["device_id"] = fake_device.device()

@@ -87,7 +87,7 @@ class About(NamedTuple):
     choices: tuple[tuple[str, str], ...] = ()
     """How a router, say, chose by scores that nobody knows, by the place, where more depends on that."""
     notes: tuple[str, ...] = ()
-    """What was made up for it, for people."""
+    """What else its answer says."""
     holders: int = 1
     """Ranks that hold parts of one model, and so train on the same rows."""
 

@@ -39,6 +39,7 @@ from torchtune_adaptive.planner.programs import (
     hub,
     kernels,
     made_up,
+    notes,
     quantized,
     ranks,
     registered,
@@ -103,7 +104,7 @@ class ProgramRun:
         self._generation = TextGeneration(self._steps, recorder)
         self._vllm = Vllm(program.gpu, self._steps, recorder, self._models.config)
         self._compiles = False
-        self._flex = FlexAttention(lambda: self._compiles, self._tracer.watch.paused)
+        self._flex = FlexAttention(self._tracer.watch.paused)
         self._forks: dict[tuple[int, int, int], Fork] = {}
         """Forks by what shortens their models."""
         self._asked: Questions | None = None
@@ -272,11 +273,12 @@ class ProgramRun:
         if (alone := self._flex.compiled(function)) is not None:
             return alone
         if isinstance(function, torch.nn.Module):
-            self._compiles = True
+            self._compiles = self._flex.within = True
             return function
 
         @functools.wraps(function)
         def as_written(*arguments: Any, **options: Any) -> Any:
+            self._flex.within = True
             self._compiles = self._compiles or self._steps.begun
             return function(*arguments, **options)
 
@@ -319,7 +321,7 @@ class ProgramRun:
             self._generation.tokens,
             self.program.gpu.name if self._shown.are_counted else self._vllm.card,
             tuple(self._assumed.choices.items()),
-            made_up.notes(),
+            notes.noted(),
             self._models.holders,
         )
         ran = start_up, step, self._shortening, self._steps.enough, about

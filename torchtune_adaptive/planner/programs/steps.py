@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from torchtune_adaptive.planner.memory.peak import StartUp
 from torchtune_adaptive.planner.memory.recorded_step import MemoryEvent, NotRegular, RecordedStep
 from torchtune_adaptive.planner.private import in_backward
-from torchtune_adaptive.planner.programs import made_up
+from torchtune_adaptive.planner.programs import notes
 from torchtune_adaptive.planner.programs.device import is_on_device, is_planned
 from torchtune_adaptive.planner.programs.imports import put
 from torchtune_adaptive.planner.programs.request import GENERATION
@@ -159,7 +159,7 @@ class ProgramSteps:
             self._hook = register_module_forward_pre_hook(self._forward)
 
     def _forward(self, module: torch.nn.Module, _: Any) -> None:
-        if not torch.is_grad_enabled() or in_backward():
+        if not (torch.is_grad_enabled() and self._recorder.in_use) or in_backward():
             return
         if not any(map(is_planned, module.parameters())):
             return
@@ -198,7 +198,7 @@ class ProgramSteps:
         if self._between or not any(map(is_planned, trained)):
             return
         if not any(map(is_on_device, trained)):
-            made_up.note("optimizer: on the host, of which neither memory nor time is planned")
+            notes.note("optimizer: on the host, of which neither memory nor time is planned")
         self.taken += 1
         self._done = len(self._recorder.events)
         self._recorder.category = Recorder.INPUTS

@@ -15,7 +15,7 @@ import typing
 from typing import Any
 
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.planner.programs import made_up
+from torchtune_adaptive.planner.programs import made_up, notes
 from torchtune_adaptive.planner.programs.request import CHECKPOINTED
 
 _LOADING = ("dtype", "attn_implementation", "experts_implementation", "output_router_logits")
@@ -56,7 +56,7 @@ def main(text: str) -> None:
             more["reward_funcs"] = _reward
         if "teacher_model" in inspect.signature(kind).parameters:
             more["teacher_model"] = settings.get("teacher_model", folder)
-            made_up.note(f"teacher: {more['teacher_model']}")
+            notes.note(f"teacher: {more['teacher_model']}")
         model = folder
     else:
         model, more = _model(folder, how, adapters, trained, settings), {}
@@ -66,9 +66,9 @@ def main(text: str) -> None:
 def _note(length: int, settings: dict[str, Any], trained: Any) -> None:
     """Note what is trained, for people."""
     padding = "one of a batch is shorter" if settings.get("padded") else "without padding"
-    made_up.note(f"rows: made up, {length:,} tokens each, {padding}")
-    made_up.note(CHECKPOINTED if trained.gradient_checkpointing else "checkpointing: none")
-    made_up.note(f"optimizer: {getattr(trained.optim, 'value', trained.optim)}")
+    notes.note(f"rows: made up, {length:,} tokens each, {padding}")
+    notes.note(CHECKPOINTED if trained.gradient_checkpointing else "checkpointing: none")
+    notes.note(f"optimizer: {getattr(trained.optim, 'value', trained.optim)}")
 
 
 def _trainer(name: str) -> tuple[Any, Any]:
